@@ -1,0 +1,123 @@
+"""`python -m hooks.check`: may this state of the records be published?
+
+Prints one line per experiment and device, then what stands in the way. Exit status 1 if any record
+is stale, smoke or unusable, if an experiment has a current full record on no device, or if a
+file below records/ belongs to nothing. Differences between a record's versions and
+requirements.txt are information: numbers of another torch are still what they say they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import unicodedata
+
+import hooks
+from hooks import experiments, records
+
+_NOTED = ("torch", "triton", "transformers", "liger-kernel")
+
+
+def states() -> list[tuple[str, str, str, str]]:
+    """(experiment, device, state, detail) for every experiment and every device that has records.
+
+    State: ``ok``, ``stale``, ``smoke``, ``smoke, stale``, ``unreadable``, ``missing`` (no device has
+    a record), or ``-`` (another device has one).
+
+    Raises:
+        ExperimentError: an experiment's module is malformed.
+    """
+    out = []
+    for experiment in experiments.all().values():
+        found = []
+        for device in records.devices():
+            path = records.path_of(device, experiment.id)
+            if not path.exists():
+                continue
+            try:
+                record = records.read(path, experiment)
+            except records.RecordError as error:
+                found.append((experiment.id, device, "unreadable", str(error)))
+                continue
+            state = ", ".join(n for n, on in (("smoke", record.smoke), ("stale", record.stale)) if on) or "ok"
+            detail = f"{record.started:%Y-%m-%d}  {record.seconds:g} s" + ("  uncommitted code" if record.dirty else "")
+            found.append((experiment.id, device, state, detail))
+        if not found:
+            found.append((experiment.id, "", "missing", f"needs {experiment.needs}, about {experiment.minutes:g} min"))
+        elif all(device == "cpu" for _, device, _, _ in found) and experiment.needs == "cuda":
+            found.append((experiment.id, "", "missing", "only a CPU record, but it needs cuda"))
+        else:
+            have = {device for _, device, _, _ in found}
+            absent = [d for d in records.devices() if d not in have and not (d == "cpu" and experiment.needs == "cuda")]
+            found += [(experiment.id, device, "-", "not measured here") for device in absent]
+        out += found
+    return out
+
+
+def version_notes() -> list[str]:
+    """One line for each package whose recorded versions differ from requirements.txt."""
+    path = hooks.root() / "requirements.txt"
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    pinned = dict(re.findall(r"(?m)^\s*([\w.-]+)==([^\s;#]+)", text))
+    seen: dict[tuple[str, str, str], list[str]] = {}
+    for id in experiments.all():
+        try:
+            found = records.load(id)
+        except records.RecordError:
+            continue  # listed as unreadable
+        for device, record in found.items():
+            for package in _NOTED:
+                version = record.versions.get(package, "").partition("+")[0]  # 2.13.0+cu130 is 2.13.0
+                if version and package in pinned and version != pinned[package]:
+                    seen.setdefault((device, package, version), []).append(id)
+    return [
+        f"{device}: {package} {version} recorded, requirements.txt pins {pinned[package]}"
+        f" ({len(ids)} experiment{'s' if len(ids) > 1 else ''}: {', '.join(ids[:3])}{', ...' if len(ids) > 3 else ''})"
+        for (device, package, version), ids in sorted(seen.items())
+    ]
+
+
+def _width(text: str) -> int:
+    return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+
+
+def _table(rows: list[tuple[str, ...]]) -> str:
+    widths = [max(_width(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(c + " " * (w - _width(c)) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m hooks.check", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--root", help="the project to check (default: the one that holds this package)")
+    options = parser.parse_args(arguments)
+    if options.root:
+        hooks.use_root(options.root)
+    try:
+        found, strays, notes = states(), records.strays(), version_notes()
+    except experiments.ExperimentError as error:
+        print(f"check: {error}", file=sys.stderr)
+        return 1
+    if found:
+        heads = ("experiment", "device", "state", "")
+        print(_table([heads, *((*row[:3], row[3].partition(";")[0][:100]) for row in found)]))
+    bad = [row for row in found if row[2] not in ("ok", "-")]
+    if notes:
+        print("\nNote:\n" + "\n".join(f"  {note}" for note in notes))
+    if not bad and not strays:
+        print(f"\nAll {len({row[0] for row in found})} experiments have current full records.")
+        return 0
+    print("\nIn the way of a release:")
+    for complaint in [row[3] for row in bad if row[2] == "unreadable"] + strays:
+        print(f"  {complaint}")
+    for state in sorted({row[2] for row in bad} - {"unreadable"}):
+        ids = sorted({row[0] for row in bad if row[2] == state})
+        print(f"  {state}: {', '.join(ids)}\n    make refresh ONLY={','.join(ids)}")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""The generated part of reproduce.md: every experiment with its records, then the claims.
+
+Pure: ``body`` turns experiments, records and claims into Markdown (headings, so that the table of
+contents has them) with HTML for the rest. Each section's id is the experiment's id.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from hooks import claims as ledger
+from hooks import experiments, render, show
+
+MARK = "<!-- records -->"  # where reproduce.md takes the generated part
+ROWS = 40  # of each table at most; a longer one names the record file that holds the rest
+
+
+def body(load: Callable[[str], dict[str, Any]] | None = None) -> str:
+    """Markdown of all experiments and claims of the project.
+
+    Args:
+        load: experiment id → {slug: Record}; default hooks.records.load.
+
+    Raises:
+        What reading an experiment, a record or the ledger raises.
+    """
+    if load is None:
+        from hooks import records
+
+        load = records.load
+    found = experiments.all()
+    loaded = {id: load(id) for id in found}
+    states = [state for claim in ledger.load() for state in ledger.states(claim, loaded.__getitem__)]
+    parts = [overview(found, loaded)]
+    parts += [section(exp, loaded[id]) for id, exp in found.items()]
+    parts += ["## 论断 { #claims }", claims(states)]
+    # Settings and data may hold "[[", which hooks.inline would take for an expression.
+    return "\n\n".join(parts).replace("[[", "&#91;[") + "\n"
+
+
+def expand(markdown: str, load: Callable[[str], dict[str, Any]] | None = None) -> str:
+    """A page with the generated part in place of MARK; a page without it comes back as it is."""
+    return markdown.replace(MARK, body(load)) if MARK in markdown else markdown
+
+
+def overview(found: Mapping[str, Any], loaded: Mapping[str, Mapping[str, Any]]) -> str:
+    """One line per experiment: needs, cost, and the state of its records."""
+    rows = []
+    for id, exp in found.items():
+        records = list(loaded[id].values())
+        full = [r for r in records if r.mode == "full"]
+        state = (
+            "未测量" if not records else "只有冒烟记录" if not full
+            else "过期" if any(r.stale for r in full) else "最新"
+        )  # fmt: skip
+        names = "、".join(r.device["name"] for r in show.ordered(loaded[id])) if records else "—"
+        rows.append({"id": id, "title": exp.title, "needs": f"{exp.needs}, {exp.memory_gib:g} GiB", "min": exp.minutes,
+                     "device": names, "state": state})  # fmt: skip
+    if not rows:
+        return "还没有实验。"
+    columns = {"id": "实验", "title": "内容", "needs": "需要", "min": ("约", "g", "分钟"), "device": "记录", "state": "状态"}
+    html = render.table(rows, columns, caption="全部实验")
+    for row in rows:  # the id leads to its section
+        cell = f'<th scope="row">{escape(row["id"])}</th>'
+        html = html.replace(cell, f'<th scope="row"><a href="#{escape(row["id"])}"><code>{escape(row["id"])}</code></a></th>')
+    return html
+
+
+def section(exp: Any, records: Mapping[str, Any]) -> str:
+    """One experiment: what it is, how to run it, and each device's record, folded."""
+    needs = "CUDA GPU" if exp.needs == "cuda" else "CPU"
+    out = [
+        f"## {_plain(exp.title)} {{ #{exp.id} }}",
+        _facts({
+            "实验": f"<code>{escape(exp.id)}</code>",
+            "需要": f"{needs}，{exp.memory_gib:g} GiB",
+            "时长": f"约 {exp.minutes:g} 分钟",
+            "完整设置": _settings(exp.full),
+        }),
+        f'<pre class="hf-output" tabindex="0"><code>{escape(render.command(exp.id))}\n'
+        f"make refresh ONLY={escape(exp.id)}</code></pre>",
+    ]  # fmt: skip
+    if not records:
+        out.append(f'<p>{render.badge("未测量", "warning")} 还没有任何设备的记录。</p>')
+    for record in sorted(records.values(), key=lambda r: (r.device["slug"] == "cpu", r.device["slug"])):
+        out.append(_record(exp, record))
+    return "\n\n".join(out)
+
+
+def _record(exp: Any, record: Any) -> str:
+    d = record.device
+    parts = [f"{d['memory_gib']:g} GiB"]
+    parts += [f"计算能力 {d['capability']}"] if d["capability"] else []
+    parts += [f"{d['sm_count']} 个 SM"] if d["sm_count"] else []
+    parts += [f"驱动 {d['driver']}"] if d["driver"] else []
+    versions = "，".join(f"{k} {v}" for k, v in record.versions.items() if v)
+    state = "与当前代码不符，待重测" if record.stale else "与当前代码一致"
+    path = f"records/{d['slug']}/{record.experiment}.json"
+    facts = {
+        "设备": escape(f"{d['name']}（{'，'.join(parts)}）"),
+        "版本": escape(versions),
+        "提交": f"<code>{escape(record.commit or '无')}</code>" + ("，含未提交改动" if record.dirty else ""),
+        "时间": escape(f"{record.started:%Y-%m-%d %H:%M} UTC，用时 {render.seconds_text(record.seconds)}"),
+        "设置": ("冒烟：" if record.mode == "smoke" else "完整：") + _settings(record.settings),
+        "摘要": f"<code>{escape(record.digest[:19])}…</code> {state}",
+        "文件": f"<code>{escape(path)}</code>",
+    }
+    tables = ""
+    for name, rows in record.tables.items():
+        note = f"<p>共 {len(rows):,} 行，这里是前 {ROWS} 行；全部在 <code>{escape(path)}</code>。</p>" if len(rows) > ROWS else ""
+        # A verdict's colours belong to the article that explains it; here a bool is just yes or no.
+        columns = {k: (k, "是/否") if isinstance(v, bool) else k for k, v in rows[0].items()} if rows else {}
+        body = render.table(rows[:ROWS], columns, units=exp.tables.get(name, {}), caption=name)
+        tables += f'<details class="hf-data"><summary>表 {escape(name)}（{len(rows):,} 行）</summary>{body}{note}</details>'
+    return (
+        f'<details class="hf-data hf-record" data-search-exclude><summary><strong>{escape(d["name"])}</strong> · {escape(str(record.started)[:10])}'
+        f"{render.state_badges(record)}</summary>{_facts(facts)}{tables}</details>"
+    )
+
+
+def _facts(items: Mapping[str, str]) -> str:
+    return '<dl class="hf-facts">' + "".join(f"<div><dt>{k}</dt><dd>{v}</dd></div>" for k, v in items.items()) + "</dl>"
+
+
+def _settings(settings: Mapping[str, Any]) -> str:
+    return f"<code>{escape(json.dumps(settings, ensure_ascii=False))}</code>" if settings else "无"
+
+
+def _plain(text: str) -> str:
+    """A title as heading text: characters that Markdown or attr_list would read are escaped."""
+    return "".join(f"&#{ord(c)};" if c in "\\`*_{}[]#<>&" else c for c in text)
+
+
+def claims(states: Sequence[ledger.State]) -> str:
+    """The ledger as a table: one line per claim and device."""
+    if not states:
+        return "账本里还没有论断。"
+    rows = []
+    for s in states:
+        value = "—" if s.value is None else f"{s.value:.4g}" + (f"（{s.weak}）" if s.weak else "")
+        rows.append({"text": s.claim.text, "page": s.claim.page, "source": s.claim.source, "accept": s.claim.band,
+                     "device": s.device or "—", "value": value, "state": s.state})  # fmt: skip
+    count = {w: sum(s.state == w for s in states) for w in (ledger.HOLDS, ledger.FAILS, ledger.UNMEASURED)}
+    columns = {"text": "论断", "state": "状态", "value": "测得", "accept": "接受范围", "device": "设备", "page": "页面", "source": "出处"}
+    html = render.table(rows, columns, caption="论断与测量：" + "，".join(f"{k} {v}" for k, v in count.items()))
+    for page in {r["page"] for r in rows}:
+        link = "../" if page == "index.md" else f"../{page.removesuffix('.md')}/"
+        html = html.replace(f"<td>{escape(page)}</td>", f'<td><a href="{escape(link)}">{escape(page.removesuffix(".md"))}</a></td>')
+    for source in {r["source"] for r in rows if r["source"] != "spec"}:
+        html = html.replace(f"<td>{escape(source)}</td>", f'<td><a href="{escape(source)}">来源</a></td>')
+    return html.replace("<td>spec</td>", "<td>选题说明</td>")

@@ -1,0 +1,1 @@
+"""The code of the articles: every module here runs by itself with ``python -m snippets.<group>.<name>``."""

@@ -1,0 +1,606 @@
+"""What the gates feed to a kernel: operators, shapes, data families, memory layouts, gradients.
+
+A kernel that is wrong only for some inputs is found only by those inputs. So a gate runs a list
+of ``Setup``s, each a point of (dimensions × data family × dy family × layout × options), chosen
+per operator; no gradient is ever constant. All values are drawn in fp64 from a seeded generator
+and rounded to the dtype under test, so the truth is computed on exactly the numbers that the
+kernel saw. Every floating input is a window in a larger buffer filled with NaN: reading beside
+it shows, and writing beside it is detected.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from snippets.precision import references
+
+GUARD = 256  # elements of NaN on either side of every input; a multiple of any vector width
+
+
+class UsageError(ValueError):
+    """The request cannot be carried out: bad signature text, unknown operator, unusable reference."""
+
+
+@dataclass(frozen=True)
+class Arg:
+    """One tensor argument.
+
+    role: "data", "weight" (around 1, never all ones), "cos"/"sin" (RoPE tables), "label" (indices
+    below the size named by ``high``), "const" (floating, receives no gradient).
+    """
+
+    name: str
+    dims: tuple[str | int, ...]
+    role: str = "data"
+    high: str | int | None = None
+
+    @property
+    def grad(self) -> bool:
+        return self.role in ("data", "weight")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One point of the input space. ``dims`` maps symbols to a size, or to a tuple of sizes (leading dims)."""
+
+    dims: dict[str, int | tuple[int, ...]]
+    family: str = "randn"
+    dy: str = "randn"
+    layout: str = "contiguous"
+    dy_layout: str = "contiguous"
+    options: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+    def __str__(self) -> str:
+        parts = ["×".join(f"{k}={v}" for k, v in self.dims.items()), self.family]
+        if self.dy != "randn":
+            parts.append(f"dy={self.dy}")
+        if self.layout != "contiguous":
+            parts.append(f"输入 {self.layout}")
+        if self.dy_layout != "contiguous":
+            parts.append(f"dy {self.dy_layout}")
+        parts += [f"{k}={v}" for k, v in self.options.items()]
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Op:
+    """An operator: its arguments, its PyTorch reference, and the setups each gate tries.
+
+    ``plan(gate, level)`` gives the setups; level is "tiny" (Triton's interpreter), "cpu" or "cuda".
+    """
+
+    name: str
+    args: tuple[Arg, ...]
+    reference: Callable[..., Any]
+    plan: Callable[[int, str], list[Setup]]
+    small: dict[str, Any] = field(default_factory=dict)  # dims for gradcheck
+    options: dict[str, Any] = field(default_factory=dict)  # options passed by position after the tensors
+
+
+# ------------------------------------------------------------------------------- values
+
+
+def _randn(shape, gen: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=gen, dtype=torch.float64, device=gen.device)
+
+
+def _rand(shape, gen: torch.Generator) -> Tensor:
+    return torch.rand(shape, generator=gen, dtype=torch.float64, device=gen.device)
+
+
+def values(family: str, shape: tuple[int, ...], gen: torch.Generator) -> Tensor:
+    """fp64 data of one family, shape as given.
+
+    randn; tiny3/tiny4 (row rms 1e-3/1e-4: eps matters); outlier (a few channels × 100); large
+    (× 40); positive (one-sided, sums grow); negative
+    (all below -100: a maximum that starts at 0 is wrong); zero_rows (every third row exactly zero); mixed (row
+    scales from 1e-4 to 1e2).
+
+    Raises:
+        UsageError: unknown family.
+    """
+    x = _randn(shape, gen)
+    rows = shape[:-1] + (1,) if shape else ()
+    n = math.prod(rows)
+    match family:
+        case "randn":
+            return x
+        case "tiny3":
+            return x * 1e-3
+        case "tiny4":
+            return x * 1e-4
+        case "large":
+            return x * 40
+        case "positive":
+            return x.abs() + 0.25
+        case "negative":
+            return -40 * x.abs() - 100
+        case "outlier":
+            if shape:
+                x[..., :: max(shape[-1] // 3, 1)] *= 100
+            return x
+        case "zero_rows":
+            keep = torch.arange(n, device=x.device).remainder(3).ne(1).reshape(rows)
+            return x * keep
+        case "mixed":
+            scale = torch.logspace(-4, 2, max(n, 1), dtype=torch.float64, device=x.device)
+            return x * scale[torch.randperm(max(n, 1), generator=gen, device=gen.device)].reshape(rows)
+    raise UsageError(f"unknown data family {family!r}")
+
+
+def labels(family: str, shape: tuple[int, ...], high: int, gen: torch.Generator, ignore: int | None) -> Tensor:
+    """int64 indices below ``high``: first and last class always occur.
+
+    With an ``ignore`` value: 14 % of them ignored; family "many_ignored": 90 %; "none_ignored": none.
+    """
+    y = torch.randint(high, shape, generator=gen, device=gen.device)
+    flat = y.view(-1)
+    if ignore is not None and family != "none_ignored":
+        share = 0.9 if family == "many_ignored" else 0.14
+        flat[_rand(flat.shape, gen) < share] = ignore
+    if flat.numel() >= 4:
+        # Not the very first and last positions: the shifted loss drops one of them.
+        flat[1], flat[-2] = 0, high - 1
+        if ignore is not None and family != "none_ignored":
+            flat[0] = ignore
+    elif flat.numel():
+        flat[-1] = high - 1
+    return y
+
+
+# ------------------------------------------------------------------------------- memory
+
+
+def _int_view(t: Tensor) -> Tensor:
+    """The bits of a contiguous tensor as integers, so that NaN equals NaN."""
+    return t.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
+
+
+@dataclass
+class Placed:
+    """A tensor inside its guarded buffer, with what the buffer held when it was filled."""
+
+    tensor: Tensor
+    buffer: Tensor
+    before: Tensor
+
+    def changed(self) -> bool:
+        """Whether any bit of the buffer, guards and gaps included, differs from what was filled in."""
+        return not torch.equal(_int_view(self.buffer), _int_view(self.before))
+
+    def refill(self, value: Tensor) -> None:
+        """New values at the same address."""
+        self.tensor.copy_(value)
+        self.before = self.buffer.clone()
+
+
+def place(value: Tensor, layout: str) -> Placed:
+    """Copy ``value`` into a NaN-guarded buffer with the given memory layout.
+
+    contiguous; transposed (last two dims swapped in memory); swapped (dims 1 and 2 of a 4-D tensor
+    swapped, as after ``view(B, S, H, D).transpose(1, 2)``); sliced (a window of wider rows, gaps
+    NaN); expanded (stride 0 in the first dim: value must repeat there); expanded_cols (stride 0 in
+    the last). A layout that makes no sense for the shape falls back to contiguous.
+    """
+    shape = list(value.shape)
+    fill = float("nan") if value.is_floating_point() else 0
+    perm = list(range(len(shape)))
+    if layout == "transposed" and len(shape) >= 2:
+        perm[-1], perm[-2] = perm[-2], perm[-1]
+    elif layout == "swapped" and len(shape) == 4:
+        perm[1], perm[2] = 2, 1
+    physical = [shape[p] for p in perm]
+    extra = 0
+    if layout == "sliced" and len(shape) >= 2:
+        extra = 24
+        physical[-1] += extra
+    elif layout == "expanded" and len(shape) >= 2:
+        physical[0] = 1
+    elif layout == "expanded_cols" and len(shape) >= 2:
+        physical[-1] = 1
+    n = math.prod(physical)
+    buffer = torch.full((n + 2 * GUARD,), fill, dtype=value.dtype, device=value.device)
+    t = buffer[GUARD : GUARD + n].view(physical)
+    if extra:
+        t = t[..., 8 : 8 + shape[-1]]
+    t = t.permute(perm)  # a swap of two dims is its own inverse
+    if layout == "expanded" and len(shape) >= 2:
+        t.copy_(value[:1])
+        t = t.expand(shape)
+    elif layout == "expanded_cols" and len(shape) >= 2:
+        t.copy_(value[..., :1])
+        t = t.expand(shape)
+    else:
+        t.copy_(value)
+    return Placed(t, buffer, buffer.clone())
+
+
+# -------------------------------------------------------------------------------- cases
+
+
+@dataclass
+class Case:
+    """One setup made concrete: inputs, upstream gradients, the truth and what noise is natural."""
+
+    op: Op
+    setup: Setup
+    dtype: torch.dtype
+    inputs: list[Placed]
+    dys: list[Placed]
+    call_options: dict[str, Any]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [p.tensor for p in self.inputs]
+
+    @property
+    def reduced(self) -> int:
+        """The longest dimension: an upper estimate of the length of any reduction."""
+        return max([1, *(s for p in self.inputs for s in p.tensor.shape)])
+
+
+def _shape(arg: Arg, dims: dict) -> tuple[int, ...]:
+    out: list[int] = []
+    for d in arg.dims:
+        size = dims[d] if isinstance(d, str) else d
+        out += size if isinstance(size, tuple) else [size]
+    return tuple(out)
+
+
+def draw(op: Op, setup: Setup, device: torch.device, gen: torch.Generator) -> list[Tensor]:
+    """fp64 (or int64) values of all inputs, contiguous, on ``device``."""
+    out, ignore = [], None
+    if any(a.role == "label" for a in op.args):
+        ignore = setup.options.get("ignore_index", op.options.get("ignore_index"))
+    rope_tables: tuple[Tensor, Tensor] | None = None
+    label_family = setup.family if setup.family.endswith("_ignored") else "randn"
+    data_family = "randn" if setup.family.endswith("_ignored") else setup.family
+    for arg in op.args:
+        shape = _shape(arg, setup.dims)
+        if arg.role == "data":
+            out.append(values(data_family, shape, gen))
+        elif arg.role == "const":
+            out.append(_randn(shape, gen))
+        elif arg.role == "weight":
+            out.append(1 + 0.5 * _randn(shape, gen))
+        elif arg.role in ("cos", "sin"):
+            if rope_tables is None:
+                b, s, d = shape
+                # Increasing positions from a different random start per row, as left padding gives.
+                start = torch.randint(1, 32768, (b, 1), generator=gen, device=gen.device)
+                rope_tables = references.rope_tables(start + torch.arange(s, device=gen.device), d)
+            out.append(rope_tables[arg.role == "sin"])
+        else:
+            high = setup.dims[arg.high] if isinstance(arg.high, str) else arg.high
+            out.append(labels(label_family, shape, int(high), gen, ignore))
+    return [v.to(device) for v in out]
+
+
+def _dy(family: str, layout: str, out: Tensor, inputs: list[Tensor], gen: torch.Generator) -> Tensor:
+    if out.dim() == 0:
+        # A backward that assumes an incoming 1 is exposed by anything else.
+        return 0.2 + 0.5 * _rand((), gen)
+    g = _randn(out.shape, gen)
+    if family == "correlated":
+        like = [x for x in inputs if x.shape == out.shape and x.is_floating_point()]
+        if like:
+            x = like[0].double()
+            g = 0.1 * g + x / x.square().mean().sqrt().clamp_min(1e-30)
+    elif family == "positive":
+        g = g.abs() + 0.1
+    if layout == "expanded":
+        g = g[:1].expand(out.shape)
+    elif layout == "expanded_cols":
+        g = g[..., :1].expand(out.shape)
+    return g
+
+
+def resolve(options: dict[str, Any], inputs: list[Tensor], device: torch.device) -> dict[str, Any]:
+    """Options as the kernel gets them: the text "tensor:N" stands for a 0-d int64 tensor on the device."""
+    return {
+        k: torch.tensor(int(v[7:]), device=device) if isinstance(v, str) and v.startswith("tensor:") else v
+        for k, v in options.items()
+    }
+
+
+def build(op: Op, setup: Setup, dtype: torch.dtype, device: torch.device) -> Case:
+    """Make a setup concrete. Equal arguments give equal values on the same device type."""
+    gen = torch.Generator(device=device).manual_seed(1000 + setup.seed)
+    raw = draw(op, setup, device, gen)
+    cast = [v.to(dtype) if v.is_floating_point() else v for v in raw]
+    layouts = [setup.layout if a.role == "data" else "contiguous" for a in op.args]
+    inputs = [place(v, lay) for v, lay in zip(cast, layouts, strict=True)]
+    options = resolve({**op.options, **setup.options}, cast, device)
+    with torch.no_grad():
+        outs = as_tuple(op.reference(*[p.tensor for p in inputs], **options))
+    dys = [
+        place(_dy(setup.dy, setup.dy_layout, o, [p.tensor for p in inputs], gen).to(o.dtype), setup.dy_layout)
+        for o in outs
+    ]
+    return Case(op, setup, dtype, inputs, dys, options)
+
+
+def as_tuple(out: Any) -> tuple[Tensor, ...]:
+    """A tensor or a sequence of tensors as a tuple.
+
+    Raises:
+        TypeError: anything else.
+    """
+    outs = (out,) if isinstance(out, Tensor) else tuple(out) if isinstance(out, tuple | list) else None
+    if outs is None or not outs or not all(isinstance(o, Tensor) for o in outs):
+        raise TypeError(f"must return a tensor or a tuple of tensors, got {type(out).__name__}")
+    return outs
+
+
+# --------------------------------------------------------------------- the four operators
+
+
+def _rows(leads, level_rows):
+    return [r for r in leads if r <= level_rows]
+
+
+def _plan_rms(gate: int, level: str) -> list[Setup]:
+    if level == "tiny":
+        shapes = [(1, 7), (5, 33), (19, 64)]
+        mid: tuple[Any, int] = (9, 33)
+    elif gate == 1:
+        shapes = [(1, 7), (3, 1), (37, 129), (300, 64), (5, 1000), (3, 4096), (2, 8193), (65537, 4)]
+        mid = (37, 129)
+    else:
+        shapes = [(1, 7), (37, 129), (2050, 256), (3, 8193), (64, 4096), (65537, 4)]
+        if level == "cuda":
+            shapes += [(4096, 4096), (5, 20000), (33000, 128)]
+        mid = (2050, 256)
+    out = [Setup({"R": r, "H": h}, seed=i) for i, (r, h) in enumerate(shapes)]
+    m = {"R": mid[0], "H": mid[1]}
+    out += [Setup(m, family=f, seed=20 + i) for i, f in enumerate(
+        ("tiny3", "tiny4", "outlier", "large", "positive", "zero_rows", "mixed"))]  # fmt: skip
+    out += [Setup(m, dy=d, seed=30) for d in ("correlated", "positive")]
+    out += [Setup(m, family="positive", dy="positive", seed=31)]
+    out += [Setup(m, layout=lay, seed=40) for lay in ("transposed", "sliced")]
+    out += [Setup(m, dy_layout=lay, seed=41) for lay in ("expanded", "expanded_cols", "transposed", "sliced")]
+    out += [Setup({"R": (3, 5), "H": mid[1]}, seed=42), Setup({"R": (2, 3, 4), "H": 128 if level != "tiny" else 16},
+                  layout="swapped", dy_layout="swapped", seed=43)]  # fmt: skip
+    out += [Setup(m, family=f, options={"eps": e}, seed=50) for f, e in (("tiny3", 1e-5), ("randn", 1e-2))]
+    return out
+
+
+def _plan_head_norm(gate: int, level: str) -> list[Setup]:
+    big = {"tiny": (1, 3, 2, 16), "cpu": (2, 150, 8, 128), "cuda": (2, 2050, 8, 128)}[level]
+    if gate == 1 and level != "tiny":
+        big = (2, 19, 4, 128)
+    shapes = [big, (1, 1, 1, 7), (2, 5, 3, 16 if level == "tiny" else 100)]
+    out = [Setup({"B": b, "S": s, "N": n, "D": d}, seed=i) for i, (b, s, n, d) in enumerate(shapes)]
+    m = dict(zip("BSND", big, strict=True))
+    out += [Setup(m, family=f, seed=10) for f in ("tiny3", "tiny4", "outlier", "positive", "zero_rows", "mixed")]
+    out += [Setup(m, dy=d, seed=11) for d in ("correlated", "positive")]
+    out += [Setup(m, layout=a, dy_layout=b, seed=12) for a, b in (
+        ("swapped", "swapped"), ("sliced", "contiguous"), ("contiguous", "expanded"), ("transposed", "sliced"))]  # fmt: skip
+    if level == "cuda" and gate == 2:
+        out.append(Setup({"B": 1, "S": 9000, "N": 8, "D": 128}, seed=13))
+    return out
+
+
+def _plan_swiglu(gate: int, level: str) -> list[Setup]:
+    if level == "tiny":
+        shapes, mid = [(1, 7), (5, 33)], (5, 33)
+    elif gate == 1:
+        shapes, mid = [(1, 7), (37, 129), (3, 12288), (2, 8193), (65537, 2)], (37, 129)
+    else:
+        shapes, mid = [(1, 7), (37, 129), (3, 12288), (2, 20001), (65537, 2)], (300, 257)
+        if level == "cuda":
+            shapes, mid = shapes + [(2048, 12288)], (2048, 1000)
+    out = [Setup({"R": r, "N": n}, seed=i) for i, (r, n) in enumerate(shapes)]
+    m = {"R": mid[0], "N": mid[1]}
+    out += [Setup(m, family=f, seed=20) for f in ("tiny3", "outlier", "large", "positive", "zero_rows", "mixed")]
+    out += [Setup(m, dy=d, seed=30) for d in ("correlated", "positive")]
+    out += [Setup(m, layout=lay, seed=40) for lay in ("transposed", "sliced")]
+    out += [Setup(m, dy_layout=lay, seed=41) for lay in ("expanded", "expanded_cols", "transposed", "sliced")]
+    out += [Setup({"R": (3, 5), "N": mid[1]}, seed=42)]
+    return out
+
+
+def _plan_rope(gate: int, level: str) -> list[Setup]:
+    m = {"B": 2, "C": 2, "Hq": 4, "Hk": 2, "S": 5 if level == "tiny" else 37, "D": 16 if level == "tiny" else 64}
+    out = [Setup(m), Setup({**m, "C": 1}, seed=1), Setup({**m, "B": 1, "C": 1, "S": 1}, seed=2),
+           Setup({**m, "Hq": 3, "Hk": 3, "D": 20}, seed=3)]  # fmt: skip
+    if level != "tiny":
+        out += [Setup({"B": 3, "C": 3, "Hq": 8, "Hk": 1, "S": 67, "D": 128}, seed=4)]
+    if level == "cuda":
+        out += [Setup({"B": 2, "C": 2, "Hq": 32, "Hk": 8, "S": 1023, "D": 128}, layout="swapped", seed=5)]
+        if gate == 2:
+            out += [Setup({"B": 1, "C": 1, "Hq": 2, "Hk": 1, "S": 65600, "D": 16}, seed=6)]
+    out += [Setup(m, family=f, seed=10) for f in ("outlier", "large", "positive", "mixed")]
+    out += [Setup(m, dy="correlated", seed=11), Setup(m, dy="positive", seed=12)]
+    out += [Setup(m, layout=a, dy_layout=b, seed=13) for a, b in (
+        ("swapped", "swapped"), ("swapped", "contiguous"), ("contiguous", "swapped"), ("sliced", "sliced"),
+        ("transposed", "contiguous"), ("contiguous", "expanded"), ("contiguous", "expanded_cols"))]  # fmt: skip
+    return out
+
+
+def _plan_ce(gate: int, level: str) -> list[Setup]:
+    if level == "tiny":
+        shapes, mid = [(1, 7), (6, 33)], (6, 33)
+    elif gate == 1:
+        shapes, mid = [(1, 7), (37, 129), (9, 1000), (5, 8193), (3, 40000), (65537, 3)], (37, 129)
+    else:
+        shapes, mid = [(1, 7), (37, 129), (5, 8193), (3, 40001), (65537, 3)], (300, 517)
+        if level == "cuda":
+            shapes, mid = shapes + [(64, 151936), (2050, 4096)], (2050, 517)
+    out = [Setup({"N": n, "V": v}, seed=i) for i, (n, v) in enumerate(shapes)]
+    m = {"N": mid[0], "V": mid[1]}
+    out += [Setup(m, family=f, seed=20) for f in (
+        "none_ignored", "many_ignored", "large", "negative", "outlier", "positive", "zero_rows", "tiny3")]  # fmt: skip
+    out += [Setup(m, layout=lay, seed=40) for lay in ("transposed", "sliced")]
+    out += [Setup(m, options={"ignore_index": 3}, seed=50)]
+    out += [Setup(m, options={"num_items_in_batch": n}, seed=51) for n in (mid[0] * 3, f"tensor:{mid[0] * 3}")]
+    return out
+
+
+def _plan_causal(gate: int, level: str) -> list[Setup]:
+    b, t, v = (2, 5, 17) if level == "tiny" else (3, 29, 131)
+    m = {"B": b, "T": t, "V": v}
+    return [Setup(m), Setup({**m, "B": 1}, seed=1)] + [
+        Setup(m, family=f, seed=2) for f in ("none_ignored", "many_ignored", "large")
+    ]
+
+
+OPS: dict[str, Op] = {
+    op.name: op
+    for op in (
+        Op("rms_norm", (Arg("x", ("R", "H")), Arg("weight", ("H",), "weight")), references.rms_norm, _plan_rms,
+           {"R": 3, "H": 5}, {"eps": 1e-6}),
+        Op("head_norm", (Arg("x", ("B", "S", "N", "D")), Arg("weight", ("D",), "weight")), references.rms_norm,
+           _plan_head_norm, {"B": 1, "S": 2, "N": 2, "D": 5}, {"eps": 1e-6}),
+        Op("swiglu", (Arg("gate", ("R", "N")), Arg("up", ("R", "N"))), references.swiglu, _plan_swiglu,
+           {"R": 2, "N": 5}),
+        Op("rope", (Arg("q", ("B", "Hq", "S", "D")), Arg("k", ("B", "Hk", "S", "D")),
+                    Arg("cos", ("C", "S", "D"), "cos"), Arg("sin", ("C", "S", "D"), "sin")), references.rope,
+           _plan_rope, {"B": 2, "C": 2, "Hq": 2, "Hk": 1, "S": 2, "D": 4}),
+        Op("cross_entropy", (Arg("logits", ("N", "V")), Arg("labels", ("N",), "label", "V")),
+           references.cross_entropy, _plan_ce, {"N": 5, "V": 4}, {"ignore_index": -100}),
+        Op("causal_lm_loss", (Arg("logits", ("B", "T", "V")), Arg("labels", ("B", "T"), "label", "V")),
+           lambda logits, labels, ignore_index=-100: references.causal_lm_loss(logits, labels), _plan_causal,
+           {"B": 2, "T": 4, "V": 4}, {"ignore_index": -100}),
+    )
+}  # fmt: skip
+
+
+# -------------------------------------------------------------------- the reader's own op
+
+_ARG = re.compile(r"(\w+)(?::(\w+))?\[([^\]]*)\](?:<(\w+))?$")
+ROLES = {None: "data", "float": "data", "weight": "weight", "const": "const", "int": "label"}
+
+
+def parse_inputs(text: str) -> tuple[Arg, ...]:
+    """``"x[R,H] w:weight[H] labels:int[R]<V"`` → arguments.
+
+    ``name[dims]`` is floating data; ``:weight`` lies around 1; ``:const`` gets no gradient; ``:int``
+    needs ``<bound``, a size. Dims are integers or symbols, at least one symbol in all.
+
+    Raises:
+        UsageError: says which piece is wrong and what is accepted.
+    """
+    out = []
+    for piece in text.split():
+        m = _ARG.match(piece)
+        if not m or m[2] not in ROLES:
+            raise UsageError(f"--inputs: cannot read {piece!r}; write name[R,H], name:weight[H], name:const[H] or name:int[R]<V")
+        dims = tuple(int(d) if d.isdigit() else d for d in (s.strip() for s in m[3].split(",")) if d)
+        if any(isinstance(d, str) and not d.isidentifier() for d in dims):
+            raise UsageError(f"--inputs: bad dimension in {piece!r}; use integers or identifiers")
+        if (ROLES[m[2]] == "label") != bool(m[4]):
+            raise UsageError(f"--inputs: {piece!r}: integers, and only they, need a bound, e.g. labels:int[R]<V")
+        out.append(Arg(m[1], dims, ROLES[m[2]], (int(m[4]) if m[4].isdigit() else m[4]) if m[4] else None))
+    if not any(a.grad for a in out):
+        raise UsageError("--inputs: at least one floating input that receives a gradient is needed")
+    if len({a.name for a in out}) != len(out):
+        raise UsageError("--inputs: argument names must differ")
+    symbols = {d for a in out for d in a.dims if isinstance(d, str)}
+    missing = [a.high for a in out if isinstance(a.high, str) and a.high not in symbols]
+    if missing:
+        raise UsageError(f"--inputs: bound {missing[0]!r} is no dimension of any input; use a number or a known symbol")
+    return tuple(out)
+
+
+def generic(args: tuple[Arg, ...], reference: Callable[..., Any]) -> Op:
+    """An operator from parsed arguments: the gates choose adversarial sizes for every symbol."""
+    symbols: list[str] = []
+    for a in args:
+        symbols += [d for d in a.dims if isinstance(d, str) and d not in symbols]
+    last = {a.dims[-1] for a in args if a.dims and isinstance(a.dims[-1], str)}
+
+    def dims(rows: int, width: int) -> dict[str, int]:
+        # A symbol that is the last dim of some argument is a width; the rest are rows, the first
+        # of them the long one, so that a many-dimensional input stays affordable.
+        lead = [s for s in symbols if s not in last]
+        sizes = {s: (rows if i == 0 else min(rows, 3)) for i, s in enumerate(lead)}
+        return sizes | {s: max(width + 2 * i, 2) for i, s in enumerate(s for s in symbols if s in last)}
+
+    def plan(gate: int, level: str) -> list[Setup]:
+        if level == "tiny":
+            shapes, mid = [(1, 7), (5, 33)], (5, 33)
+        elif gate == 1:
+            shapes, mid = [(1, 7), (37, 129), (3, 1000), (300, 64)], (37, 129)
+        else:
+            shapes, mid = [(1, 67), (37, 129), (2050, 100), (3, 2049)], (300, 129)
+        if level != "tiny" and any(s not in last for s in symbols):
+            shapes.append((65537, 5))
+        seen, out = [], []
+        for i, (r, w) in enumerate(shapes):
+            if dims(r, w) not in seen:
+                seen.append(dims(r, w))
+                out.append(Setup(dims(r, w), seed=i))
+        m = dims(*mid)
+        # Only families on which any operator is defined: exp or a division would overflow on more.
+        out += [Setup(m, family=f, seed=20) for f in ("tiny3", "tiny4", "outlier", "large", "positive", "negative", "zero_rows", "mixed")]
+        out += [Setup(m, dy=d, seed=30) for d in ("correlated", "positive")]
+        out += [Setup(m, layout=lay, seed=40) for lay in ("transposed", "sliced")]
+        out += [Setup(m, dy_layout=lay, seed=41) for lay in ("expanded", "expanded_cols", "transposed", "sliced")]
+        return out
+
+    small = {s: 3 + i for i, s in enumerate(symbols)}
+    return Op("custom", args, reference, plan, small)
+
+
+# --------------------------------------------------------------------- calling the kernel
+
+
+def adapt(op: Op, kernel: Callable[..., Any]) -> tuple[Callable[..., Any], Op, list[str]]:
+    """Fit the operator's options to the kernel's signature.
+
+    Returns:
+        the kernel taking ``(*tensors, **options)``, the operator restricted to the options that the
+        kernel knows, and notes for the report (what could not be tested).
+    """
+    names = [n for n in ("eps", "ignore_index", "num_items_in_batch") if n in op.options or op.name == "cross_entropy" and n != "eps"]
+    if not names:
+        return kernel, op, []
+    try:
+        params = list(inspect.signature(kernel).parameters.values())
+    except (TypeError, ValueError):
+        params = []
+    known, by_name = set(), {p.name for p in params if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    if any(p.kind == p.VAR_KEYWORD for p in params):
+        known = set(names)
+    known |= {n for n in names if n in by_name}
+    positional = [p for p in params if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    fn = kernel
+    if "eps" in names and "eps" not in known:
+        star = any(p.kind == p.VAR_POSITIONAL for p in params)
+        if len(positional) > len(op.args) or star or not params:
+            # eps under another name: pass it by position, as Qwen3's own call sites do.
+            known.add("eps")
+            fn = lambda *t, eps: kernel(*t, eps)  # noqa: E731
+    if known == set(names):
+        return fn, op, []
+    notes = [f"核函数的签名里没有参数 {n},只按默认语义检查" for n in names if n not in known]
+    inner_plan = op.plan
+
+    def plan(gate: int, level: str) -> list[Setup]:
+        return [s for s in inner_plan(gate, level) if set(s.options) <= known]
+
+    # The reference keeps the documented defaults (eps 1e-6, ignore_index -100) for what the kernel lacks.
+    call = fn
+    hidden = {n for n in op.options if n not in known}
+    if hidden:
+        call = lambda *t, **o: fn(*t, **{k: v for k, v in o.items() if k not in hidden})  # noqa: E731
+    return call, replace(op, plan=plan), notes
+
+
+def level_of(device: torch.device) -> str:
+    """"tiny" under Triton's interpreter (a program per python loop turn), else the device type."""
+    import os
+
+    if device.type == "cuda":
+        return "cuda"
+    return "tiny" if os.environ.get("TRITON_INTERPRET") == "1" else "cpu"

@@ -1,0 +1,190 @@
+"""hooks/plots.py: spec, SVG and figure."""
+
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+import hooks
+from hooks import plots
+from hooks.render import RenderError
+
+SVG = "{http://www.w3.org/2000/svg}"
+ROOT = Path(__file__).resolve().parents[2]
+SWEEP = [{"rows": 2**k, "ms": 2.0**k / 900 + i, "impl": n} for i, n in enumerate(("ours", "eager <x>")) for k in range(6, 13)]
+
+
+@pytest.fixture(autouse=True)
+def root(tmp_path):
+    before = hooks.root()
+    hooks.use_root(tmp_path)
+    yield tmp_path
+    hooks.use_root(before)
+
+
+def image(html):
+    return ET.fromstring(re.search(r'<svg xmlns.*?</svg>(?=</div>)', html, re.DOTALL).group(0))
+
+
+def figure(**changes):
+    base = {"uid": "u", "x": "rows", "y": "ms", "color": "impl", "units": {"rows": "行", "ms": "ms"}, "labels": {"ms": "耗时"}}
+    return plots.figure(SWEEP, **(base | changes))
+
+
+def test_the_svg_is_well_formed_named_and_coloured_by_variables():
+    html = figure(title="标题 & <t>", subtitle="NVIDIA H200 · 2026-11-30")
+    svg = image(html)
+    assert svg.get("role") == "img" and svg.get("aria-labelledby") == "u-title u-desc"
+    assert svg.find(f"{SVG}title").text == "标题 & <t>"
+    said = svg.find(f"{SVG}desc").text
+    assert "耗时（ms）" in said and "NVIDIA H200 · 2026-11-30" in said and "eager <x>" in said
+    strokes = {e.get("stroke") for e in svg.iter()} - {None}
+    assert {"var(--hf-compute-stroke)", "var(--hf-fail-stroke)"} <= strokes
+    # No colour of its own may survive, or the dark scheme would glare; no background either.
+    painted = {e.get(a) for e in svg.iter() for a in ("fill", "stroke")} - {None, "none", "transparent"}
+    assert {c for c in painted if not c.startswith("var(")} == set()
+    assert "<x>" not in html.replace("&lt;x&gt;", "")
+
+
+def test_every_point_tells_its_value_on_hover():
+    titles = [t.text for e in image(figure()).iter(f"{SVG}path") for t in e.findall(f"{SVG}title")]
+    assert len(titles) == len(SWEEP)
+    assert "ours · rows 64 行 · 耗时 0.07111 ms" in titles
+
+
+def test_axis_titles_carry_units():
+    texts = ["".join(e.itertext()) for e in image(figure()).iter(f"{SVG}text")]
+    assert "耗时（ms）" in texts and "rows（行）" in texts
+
+
+def test_ids_are_prefixed_and_equal_inputs_give_equal_bytes():
+    one, two = figure(uid="a"), figure(uid="b")
+    ids = [re.findall(r'\bid="([^"]+)"', h) for h in (one, two)]
+    assert all(i.startswith("a") for i in ids[0]) and len(set(ids[0])) == len(ids[0])
+    assert not set(ids[0]) & set(ids[1])
+    assert one == figure(uid="a")
+
+
+def test_ids_inside_the_converters_svg_are_prefixed_with_their_references():
+    raw = '<svg width="10" height="10" viewBox="0 0 10 10"><clipPath id="c1"/><g clip-path="url(#c1)"/><use href="#c1"/></svg>'
+    out = plots.finish(raw, "u", "t", "d")
+    assert 'id="u-c1"' in out and "url(#u-c1)" in out and 'href="#u-c1"' in out
+
+
+def test_bars_are_horizontal_grouped_and_labelled():
+    rows = [{"k": k, "i": i, "v": v} for k, i, v in [("a", "x", 10.0), ("a", "y", 30.0), ("b", "x", 20.0), ("b", "y", 40.0)]]
+    html = plots.figure(rows, uid="u", kind="bar", x="v", y="k", color="i", fmt=".1f", rules=[{"x": 35, "label": "界线"}])
+    svg = image(html)
+    texts = ["".join(e.itertext()) for e in svg.iter(f"{SVG}text")]
+    assert {"10.0", "30.0", "20.0", "40.0", "界线"} <= set(texts)
+    bars = [e for e in svg.iter(f"{SVG}path") if e.find(f"{SVG}title") is not None]
+    assert len(bars) == 4
+    widths = [float(re.search(r"[hH](-?[\d.]+)", b.get("d")).group(1)) for b in bars]
+    assert widths[1] / widths[0] == pytest.approx(3, rel=0.02)  # bars start at zero
+    assert 'class="hf-legend"' in html
+
+
+def test_a_bar_without_a_value_keeps_its_place():
+    rows = [{"k": "a", "i": "x", "v": 5.0}, {"k": "a", "i": "y", "v": None}, {"k": "b", "i": "x", "v": None}]
+    svg = image(plots.figure(rows, uid="u", kind="bar", x="v", y="k", color="i"))
+    texts = ["".join(e.itertext()) for e in svg.iter(f"{SVG}text")]
+    assert texts.count("—") == 2 and {"a", "b", "5"} <= set(texts)
+
+
+def test_band_and_reference_line_are_drawn():
+    rows = [{"s": i, "v": 1.0 + i % 3, "lo": 0.5, "hi": 4.5} for i in range(30)]
+    bare = plots.figure(rows, uid="u", x="s", y="v")
+    full = plots.figure(rows, uid="u", x="s", y="v", y_low="lo", y_high="hi", rules=[{"y": 2, "label": "门槛"}])
+    assert "var(--hf-compute-fill)" in full and "门槛" in full and "门槛" not in bare and "色带" in full
+    assert len([e for e in image(full).iter(f"{SVG}line") if e.get("stroke") == "var(--hf-ink)"]) == 1
+
+
+def test_thinning_keeps_every_spike_and_says_so():
+    rows = [{"s": i, "v": 1.0} for i in range(5000)]
+    rows[1237]["v"], rows[4001]["v"] = 99.0, -99.0
+    kept = plots.thin(rows, ["v"])
+    assert len(kept) <= plots.MAX_POINTS and rows[1237] in kept and rows[4001] in kept
+    assert kept[0] is rows[0] and kept[-1] is rows[-1]
+    assert "5,000 点太密" in plots.figure(rows, uid="u", x="s", y="v")
+    assert "太密" not in plots.figure(rows[:400], uid="u", x="s", y="v")
+
+
+def test_the_csv_gives_the_rows_back_and_the_table_is_there_for_short_data():
+    html = figure()
+    text = unquote(re.search(r'href="data:text/csv;charset=utf-8,([^"]*)"', html).group(1))
+    lines = text.lstrip("\ufeff").splitlines()
+    assert lines[0] == "rows,ms,impl" and len(lines) == len(SWEEP) + 1 and lines[1].startswith("64,0.0711")
+    assert "<details" in html and "hf-results" in html
+
+
+def test_a_long_curve_stays_light():
+    rows = [{"step": i, "loss": 3 + (i * 7919 % 1000) / 999, "v": v} for v in "abc" for i in range(1000)]
+    html = plots.figure(rows, uid="u", x="step", y="loss", color="v")
+    assert len(html) < 100_000 and "hf-results" not in html
+
+
+def test_log_axes_refuse_what_they_cannot_show():
+    rows = [{"a": 1, "b": 0.0}, {"a": 2, "b": 1.0}]
+    with pytest.raises(RenderError, match="log axis"):
+        plots.figure(rows, uid="u", x="a", y="b", log="y")
+    assert "x 轴、y 轴为对数" in figure(log="xy")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"y": "m"}, "y='m' is no column; there are: rows, ms, impl"),
+        ({"kind": "pie"}, "there are: line, bar, point"),
+        ({"log": "z"}, "log='z'"),
+        ({"y_low": "ms"}, "both y_low= and y_high="),
+        ({"y": "impl", "color": None}, "must hold numbers"),
+        ({"rules": [{"z": 1}]}, "reference line"),
+        ({"kind": "bar", "x": "ms", "y": "impl", "rules": [{"y": 1}]}, "bars lie along x"),
+        ({"color": "rows", "x": "ms"}, None),
+    ],
+)
+def test_mistakes_name_the_remedy(changes, says):
+    if says is None:
+        assert figure(**changes)  # seven series are the most that can be told apart
+        return
+    with pytest.raises(RenderError) as caught:
+        figure(**changes)
+    assert says in str(caught.value)
+
+
+def test_too_many_series_are_refused():
+    rows = [{"x": 1, "y": 1, "c": str(i)} for i in range(8)]
+    with pytest.raises(RenderError, match="8 series"):
+        plots.figure(rows, uid="u", x="x", y="y", color="c")
+
+
+def test_none_breaks_the_line_and_draws_no_point():
+    rows = [{"x": i, "y": None if i == 3 else float(i)} for i in range(1, 6)]
+    paths = list(image(plots.figure(rows, uid="u", x="x", y="y")).iter(f"{SVG}path"))
+    assert len([p for p in paths if p.find(f"{SVG}title") is not None]) == 4
+    (line,) = [p for p in paths if p.get("stroke-width") == "2"]
+    assert line.get("d").count("M") == 2
+
+
+def test_a_warm_cache_draws_without_the_converter_and_repairs_a_damaged_file(root):
+    spec = plots.spec(SWEEP, kind="line", x="rows", y="ms", color="impl")
+    first = plots.svg(spec)
+    (file,) = (root / ".cache/plots").iterdir()
+    code = (
+        "import sys, json, hooks; from hooks import plots\n"
+        "hooks.use_root(sys.argv[1]); spec = json.load(sys.stdin); out = plots.svg(spec)\n"
+        "assert 'vl_convert' not in sys.modules and 'torch' not in sys.modules; sys.stdout.buffer.write(out.encode())"
+    )
+    import json
+
+    done = subprocess.run([sys.executable, "-c", code, str(root)], input=json.dumps(spec).encode(), capture_output=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.decode() == first
+    file.write_text(first[:100], encoding="utf-8")
+    assert plots.svg(spec) == first and file.read_text(encoding="utf-8") == first
+    assert plots.svg(plots.spec(SWEEP, kind="point", x="rows", y="ms")) != first
+    assert len(list((root / ".cache/plots").iterdir())) == 2

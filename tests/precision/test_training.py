@@ -1,0 +1,233 @@
+"""Gate 3's training loop and the business comparison, on the tiny model on the CPU."""
+
+import math
+
+import pytest
+import torch
+
+from snippets import qwen3
+from snippets.measure import MeasureError, check_tables
+from snippets.precision import corpus, training
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return corpus.sequences("train", 6, 24, seed=0, vocab=qwen3.TINY["vocab_size"])
+
+
+def silent(*_):
+    pass
+
+
+def test_no_mask_reaches_sdpa_as_is_causal(monkeypatch, rows):
+    """The dict mask must mean causal attention without a mask tensor, not full attention."""
+    seen = []
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(*args, **kwargs):
+        seen.append((kwargs.get("attn_mask"), kwargs.get("is_causal")))
+        return sdpa(*args, **kwargs)
+
+    model = qwen3.tiny()
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    ours = training.forward(model, rows[:1]).logits
+    assert seen == [(None, True)] * 2
+    assert torch.allclose(ours, model(rows[:1]).logits, atol=1e-6)
+    changed = rows[:1].clone()
+    changed[0, -1] = (changed[0, -1] + 1) % 512
+    assert torch.equal(training.forward(model, changed).logits[0, :-1], ours[0, :-1])
+
+
+def test_training_repeats_exactly_and_learns():
+    steps = 30
+    rows = corpus.sequences("train", 1, 24, seed=0, vocab=512).repeat(steps, 1)  # one text: memorised quickly
+    a, b = (training.train(qwen3.tiny(seed=1), rows, rate=3e-3, warmup=5, say=silent) for _ in range(2))
+    assert torch.equal(a.losses, b.losses)
+    assert a.losses[0] == pytest.approx(math.log(512), rel=0.05) and a.losses[-1] < 0.7 * a.losses[0]
+    assert (a.norms > 0).all() and a.seconds > 0
+
+
+def test_first_loss_is_the_plain_mean_over_labels_that_count(rows):
+    model = qwen3.tiny(seed=2)
+    with torch.no_grad():
+        logits = model(rows[:1]).logits[0, :-1].double()
+    losses = torch.nn.functional.cross_entropy(logits, rows[0, 1:], reduction="none")
+    whole = training.train(qwen3.tiny(seed=2), rows[:1], rate=1e-3, warmup=1, say=silent)
+    part = training.train(qwen3.tiny(seed=2), rows[:1], rate=1e-3, warmup=1, ignored=5, say=silent)
+    assert float(whole.losses[0]) == pytest.approx(float(losses.mean()), rel=1e-6)
+    # labels 0..4 are ignored: targets 5.. remain, which positions 4.. predict
+    assert float(part.losses[0]) == pytest.approx(float(losses[4:].mean()), rel=1e-6)
+
+
+def test_warm_up_scales_the_first_update(rows):
+    """Adam's first step moves a weight by the current rate: warm-up 10 must move a tenth as far as warm-up 1."""
+    moved = {}
+    for warmup in (1, 10):
+        model = qwen3.tiny(seed=3)
+        before = model.lm_head.weight.detach().clone()
+        training.train(model, rows[:1], rate=1e-3, warmup=warmup, say=silent)
+        moved[warmup] = float((model.lm_head.weight.detach() - before).abs().median())
+    assert moved[1] == pytest.approx(10 * moved[10], rel=0.01)
+
+
+def test_variant_liger_is_undone(rows):
+    """Liger replaces global names and instance methods: nothing of it may be left."""
+    pytest.importorskip("liger_kernel")
+    from transformers.models.qwen3 import modeling_qwen3
+
+    model = qwen3.tiny()
+    before = (
+        modeling_qwen3.apply_rotary_pos_emb,
+        modeling_qwen3.Qwen3RMSNorm,
+        modeling_qwen3.Qwen3MLP,
+        torch.nn.functional.cross_entropy,
+    )
+    expected = training.forward(model, rows[:1], rows[:1])
+    for name in ("liger", "liger_ce"):
+        with training.variant(name, model):
+            assert modeling_qwen3.apply_rotary_pos_emb is not before[0]
+            assert "forward" in model.model.norm.__dict__
+        after = (
+            modeling_qwen3.apply_rotary_pos_emb,
+            modeling_qwen3.Qwen3RMSNorm,
+            modeling_qwen3.Qwen3MLP,
+            torch.nn.functional.cross_entropy,
+        )
+        assert after == before
+        got = training.forward(model, rows[:1], rows[:1])
+        assert torch.equal(got.logits, expected.logits) and torch.equal(got.loss, expected.loss)
+        assert not [n for n, m in model.named_modules() if "forward" in m.__dict__]
+
+
+def test_liger_also_patches_the_head_norms():
+    """What "liger" means in the tables: this version patches q_norm and k_norm of an instance as well."""
+    pytest.importorskip("liger_kernel")
+    model = qwen3.tiny()
+    with training.variant("liger", model):
+        attention = model.model.layers[0].self_attn
+        assert "forward" in attention.q_norm.__dict__ and "forward" in attention.k_norm.__dict__
+
+
+def test_unknown_variant_is_refused():
+    with pytest.raises(ValueError, match="fastest"), training.variant("fastest", qwen3.tiny()):
+        pass
+
+
+def test_evaluate_is_the_models_log_probability(rows):
+    model = qwen3.tiny(seed=4).eval()
+    got = training.evaluate(model, rows, batch=4)
+    with torch.no_grad():
+        logprob = model(rows).logits[:, :-1].double().log_softmax(-1)
+    true = logprob.gather(-1, rows[:, 1:, None])[..., 0]
+    assert got.logprob.shape == got.top1.shape == (6, 23)
+    assert torch.allclose(got.logprob.double(), true, atol=1e-5)
+    assert torch.equal(got.top1, logprob.argmax(-1))
+    assert got.loss == pytest.approx(-float(true.mean()), rel=1e-5)
+
+
+def test_business_row_reports_the_differences():
+    a = training.Evaluation(2.0, torch.tensor([[-1.0, -2.0]]), torch.tensor([[3, 4]]))
+    b = training.Evaluation(2.5, torch.tensor([[-1.5, -1.9]]), torch.tensor([[3, 5]]))
+    row = training.business_row("x", a, b)
+    assert row["tokens"] == 2 and row["top1_agreement"] == 0.5
+    assert row["loss_difference"] == 0.5
+    assert row["logprob_mean_difference"] == pytest.approx(-0.2)
+    assert row["logprob_mean_abs_difference"] == pytest.approx(0.3)
+    assert row["logprob_max_abs_difference"] == pytest.approx(0.5)
+
+
+def test_greedy_with_cache_equals_greedy_without(rows):
+    model = qwen3.tiny(seed=5)
+    prompts = rows[:3, :8]
+    got = training.greedy(model, prompts, 6, batch=2)
+    text = prompts
+    with torch.no_grad():
+        for _ in range(6):
+            text = torch.cat([text, model(text).logits[:, -1:].argmax(-1)], 1)
+    assert torch.equal(got, text[:, 8:])
+
+
+def test_first_divergence():
+    assert training.first_divergence([1, 2, 3], [1, 2, 3]) is None
+    assert training.first_divergence([1, 2, 3], [1, 9, 3]) == 1
+    assert training.first_divergence([5], [6]) == 0
+
+
+def test_generation_gap_is_the_reference_models_preference(rows):
+    model = qwen3.tiny(seed=6)
+    prompts = rows[:2, :8]
+    text = training.greedy(model, prompts, 4, batch=2)
+    other = text.clone()
+    other[1, 2] = (other[1, 2] + 7) % 512
+    same, parted = training.generation_rows("x", model, prompts, text, other)
+    assert (same["first_divergence"], same["gap"]) == (None, None) and same["verdict"]
+    prefix = torch.cat([prompts[1], text[1, :2]])[None]
+    with torch.no_grad():
+        p = model(prefix).logits[0, -1].log_softmax(-1)
+    assert parted["first_divergence"] == 2
+    assert parted["gap"] == pytest.approx(float(p[text[1, 2]] - p[other[1, 2]]), abs=1e-4) and parted["gap"] > 0
+
+
+def test_measure_pairs_the_variants_and_fills_every_table(monkeypatch):
+    """The whole experiment; transformers' own kernels stand in for ours, so every difference must be 0."""
+    plain = training.variant
+    monkeypatch.setattr(training, "variant", lambda name, model: plain("hf", model))
+    tables = training.measure(**training.EXPERIMENT["smoke"])
+    check_tables(training.EXPERIMENT["tables"], tables)
+    summary = {r["variant"]: r for r in tables["summary"]}
+    assert summary["ours"]["paired_max_abs"] == 0.0 and summary["hf"]["paired_mean"] == 0.0
+    assert [r["step"] for r in tables["loss"] if r["variant"] == "hf"] == [1, 2, 3, 4]
+    kernels, batch = tables["business"]
+    assert kernels["logprob_max_abs_difference"] == 0.0 and kernels["top1_agreement"] == 1.0
+    assert batch["tokens"] == 4 * 15
+    assert {r["pair"] for r in tables["generation"]} == {kernels["pair"], batch["pair"]}
+
+
+def test_measure_notices_a_kernel_that_differs(monkeypatch):
+    """The comparison must not be able to pass by comparing a run with itself."""
+    import contextlib
+
+    @contextlib.contextmanager
+    def doubled(name, model):
+        norm = model.model.norm
+        if name != "hf":
+            norm.variance_epsilon, eps = 1e-1, norm.variance_epsilon
+        yield
+        if name != "hf":
+            norm.variance_epsilon = eps
+
+    monkeypatch.setattr(training, "variant", doubled)
+    tables = training.measure(**training.EXPERIMENT["smoke"])
+    summary = {r["variant"]: r for r in tables["summary"]}
+    assert abs(summary["ours"]["paired_first"]) > 1e-6
+    assert tables["business"][0]["logprob_max_abs_difference"] > 1e-4
+
+
+@pytest.mark.parametrize("change", [{"variants": ["hf", "ours"]}, {"variants": ["hf"]}, {"other_batch": 1}])
+def test_measure_refuses_settings_that_compare_nothing(change):
+    with pytest.raises(MeasureError):
+        training.measure(**(training.EXPERIMENT["smoke"] | change))
+
+
+def test_full_model_with_a_checkpoint_uses_it(tmp_path, monkeypatch):
+    qwen3.tiny(seed=9).save_pretrained(tmp_path)
+    monkeypatch.setenv(qwen3.WEIGHTS, str(tmp_path))
+    model, vocab = training.make("8b", 36, 0)
+    assert model.config.hidden_size == 64 and vocab is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("name", ["ours", "liger", "liger_ce"])
+def test_variant_trains_like_the_baseline_on_a_gpu(name):
+    """First loss within 1e-3, and the patched run stays near the baseline for 20 steps."""
+    shape = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    model = qwen3.tiny(dtype=torch.bfloat16, device="cuda", **shape)
+    rows = corpus.sequences("train", 20, 128, seed=0, vocab=512)
+    plain = training.train(model, rows, rate=1e-3, warmup=5, ignored=16, say=silent)
+    qwen3.initialize(model, 0)
+    with training.variant(name, model):
+        patched = training.train(model, rows, rate=1e-3, warmup=5, ignored=16, say=silent)
+    assert not torch.equal(patched.losses, plain.losses), "the variant computed exactly the baseline: is it on?"
+    assert float(patched.losses[0]) == pytest.approx(float(plain.losses[0]), rel=1e-3)
+    assert torch.allclose(patched.losses, plain.losses, rtol=2e-2)

@@ -1,0 +1,77 @@
+"""The runner of the GPU tests, on a small project made for the purpose."""
+
+import pytest
+import torch
+
+from snippets import gpu_tests
+from snippets import measure as measure_module
+
+SAMPLE = """
+import pytest
+
+pytestmark = pytest.mark.sample
+
+def test_good(): pass
+
+def test_bad(): assert 1 == 2, "one is not two"
+
+@pytest.mark.skip(reason="not here")
+def test_skipped(): pass
+
+@pytest.fixture
+def broken(): raise RuntimeError("no device")
+
+def test_error(broken): pass
+"""
+
+
+@pytest.fixture
+def project(tmp_path):
+    (tmp_path / "tests" / "deep").mkdir(parents=True)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    sample: of this test\n", encoding="utf-8")
+    (tmp_path / "tests" / "deep" / "test_a.py").write_text(SAMPLE, encoding="utf-8")
+    (tmp_path / "tests" / "test_b.py").write_text(
+        "import pytest\n@pytest.mark.sample\nclass TestB:\n    def test_b(self): pass\ndef test_other(): assert False\n",
+        encoding="utf-8",
+    )
+    return tmp_path
+
+
+def test_counts_and_failures_per_file(project):
+    tables = gpu_tests.read_report(gpu_tests.run_pytest(["tests"], 60, project, "sample"))
+    measure_module.check_tables(gpu_tests.EXPERIMENT["tables"], tables)
+    counts = {r["file"]: (r["passed"], r["failed"], r["skipped"]) for r in tables["files"]}
+    # test_other fails, but carries no marker: it must not run.
+    assert counts == {"tests/deep/test_a.py": (1, 2, 1), "tests/test_b.py": (1, 0, 0)}
+    assert {r["test"] for r in tables["failures"]} == {"test_bad", "test_error"}
+    assert "one is not two" in next(r["message"] for r in tables["failures"] if r["test"] == "test_bad")
+
+
+def test_no_failures_is_said(project):
+    tables = gpu_tests.read_report(gpu_tests.run_pytest(["tests/test_b.py"], 60, project, "sample"))
+    assert [r["message"] for r in tables["failures"]] == ["没有失败的测试"]
+
+
+def test_nothing_selected_is_an_error(project):
+    with pytest.raises(measure_module.MeasureError, match="code 5"):
+        gpu_tests.run_pytest(["tests"], 60, project, "no_such_marker")
+
+
+def test_a_broken_test_file_is_an_error_with_its_reason(project):
+    (project / "tests" / "test_c.py").write_text("import no_such_package\n", encoding="utf-8")
+    with pytest.raises(measure_module.MeasureError, match="no_such_package"):
+        gpu_tests.run_pytest(["tests"], 60, project, "sample")
+
+
+def test_time_limit(project):
+    (project / "tests" / "test_d.py").write_text(
+        "import pytest, time\n@pytest.mark.sample\ndef test_d(): time.sleep(60)\n", encoding="utf-8"
+    )
+    with pytest.raises(measure_module.MeasureError, match="not finished after 3 s"):
+        gpu_tests.run_pytest(["tests/test_d.py"], 3, project, "sample")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_device_computes():
+    assert torch.ones(8, device="cuda").sum().item() == 8
