@@ -220,6 +220,8 @@ def _walk(node: Any) -> Iterator[bytes]:
                 value = value[1:]
             elif name == "values" and isinstance(node, ast.JoinedStr):
                 value = _joined(value)
+            elif name == "format_spec" and isinstance(value, ast.JoinedStr) and not _joined(value.values):
+                continue  # f"{x:}" is f"{x}"; versions differ in how they write it
             elif name == "value" and _is_experiment(node):
                 value = _digested(value)
             if value is None or value == []:

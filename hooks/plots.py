@@ -38,8 +38,8 @@ DASHES = ([1, 0], [7, 3], [2, 2], [9, 3, 2, 3], [4, 4], [12, 3], [1, 3])  # so t
 SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down", "triangle-right")
 KINDS = ("line", "bar", "point")
 MAX_POINTS = 400  # per series; more are thinned, and the figure says so
-POINT_MARKS = 60  # a line with more points than this shows no dots
-TABLE_ROWS = 60  # more rows than this are not repeated as a table
+POINT_MARKS = 32  # a line with more points than this shows no dots
+TABLE_ROWS = 40  # more rows than this are not repeated as a table
 CSV_BYTES = 48_000  # a larger CSV would outweigh the page; then it holds the drawn points
 WIDTH = 520  # px of the plotting area
 

@@ -284,6 +284,8 @@ def store(record: dict[str, Any]) -> Path:
     record = {k: record[k] for k in _FIELDS if k in record} | {k: v for k, v in record.items() if k not in _FIELDS}
     where = f"new record of {str(record.get('experiment', '?'))[:80]}"
     try:
+        if isinstance(record.get("tables"), dict):
+            _validate_tables(record["tables"])  # before the checksum, which can only say that JSON refuses
         record["checksum"] = checksum(record)
         _validate(record)
         experiment = experiments.find(record["experiment"])

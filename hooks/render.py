@@ -8,6 +8,7 @@ docs/assets/stylesheets/results.css, which uses the palette's CSS variables.
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -266,6 +267,31 @@ def existing(rows: Sequence[Row], keys: Iterable[str]) -> str:
         more = f" and {len(values) - 12} more" if len(values) > 12 else ""
         parts.append(f"{key} is one of {', '.join(repr(v) for v in values[:12])}{more}")
     return "; ".join(parts) or f"it has {len(rows)} rows"
+
+
+def text_table(rows: Sequence[Row], units: Mapping[str, str]) -> str:
+    """Rows as an aligned plain-text table in a <pre>: every column, numbers to the right.
+
+    For long listings: a cell costs its characters, not an element that every later step of a
+    build parses again.
+    """
+    if not rows:
+        return f"<p {EMPTY_MARK}>（没有数据）</p>"
+    heads = [k if units.get(k, "") in UNITLESS else f"{k} ({units[k]})" for k in rows[0]]
+    lines = [heads] + [[format_value(v).replace("\n", "⏎") for v in row.values()] for row in rows]
+    wide = [max(_width(line[i]) for line in lines) for i in range(len(heads))]
+    right = [any(_is_number(r[k]) for r in rows) for k in rows[0]]
+
+    def padded(text: str, i: int) -> str:
+        gap = " " * (wide[i] - _width(text))
+        return gap + text if right[i] else text + gap
+
+    return output("  ".join(padded(cell, i) for i, cell in enumerate(line)).rstrip() for line in lines)
+
+
+def _width(text: str) -> int:
+    """Columns that a text takes in a monospace font; a CJK character takes two."""
+    return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
 
 
 # ------------------------------------------------------------------ output, boxes, provenance

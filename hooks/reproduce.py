@@ -111,13 +111,13 @@ def _record(exp: Any, record: Any) -> str:
     tables = ""
     for name, rows in record.tables.items():
         note = f"<p>共 {len(rows):,} 行，这里是前 {ROWS} 行；全部在 <code>{escape(path)}</code>。</p>" if len(rows) > ROWS else ""
-        # A verdict's colours belong to the article that explains it; here a bool is just yes or no.
-        columns = {k: (k, "是/否") if isinstance(v, bool) else k for k, v in rows[0].items()} if rows else {}
-        body = render.table(rows[:ROWS], columns, units=exp.tables.get(name, {}), caption=name)
+        body = render.text_table(rows[:ROWS], exp.tables.get(name, {}))
         tables += f'<details class="hf-data"><summary>表 {escape(name)}（{len(rows):,} 行）</summary>{body}{note}</details>'
+    # The search plugin ends an exclusion at the first closing tag of that name, so an element that
+    # holds no other of its kind must carry it.
     return (
-        f'<details class="hf-data hf-record" data-search-exclude><summary><strong>{escape(d["name"])}</strong> · {escape(str(record.started)[:10])}'
-        f"{render.state_badges(record)}</summary>{_facts(facts)}{tables}</details>"
+        f'<section data-search-exclude><details class="hf-data hf-record"><summary><strong>{escape(d["name"])}</strong> · {escape(str(record.started)[:10])}'
+        f"{render.state_badges(record)}</summary>{_facts(facts)}{tables}</details></section>"
     )
 
 

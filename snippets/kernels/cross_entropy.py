@@ -141,7 +141,8 @@ class CrossEntropyFunction(torch.autograd.Function):
         n, width = rows.shape
         accumulate = accumulate_dtype(logits.dtype)
         loss, lse2 = torch.empty((2, n), dtype=accumulate, device=logits.device)
-        out, denominator = torch.empty(2, dtype=accumulate, device=logits.device)
+        out = torch.empty((), dtype=accumulate, device=logits.device)
+        denominator = torch.empty_like(out)
         config, reduce = CONFIG["forward"], CONFIG["reduce"]
         vector = 16 // logits.element_size()
         with on(logits):

@@ -40,7 +40,7 @@ def _rotate_heads(
     BLOCK_HEADS: tl.constexpr,
 ):  # fmt: skip
     for first in tl.static_range(0, HEADS, BLOCK_HEADS):
-        heads = (first + tl.arange(0, BLOCK_HEADS))[:, None]
+        heads = (first + tl.arange(0, BLOCK_HEADS)).to(tl.int64)[:, None]
         mask = (heads < HEADS) & (d < HALF)[None, :]
         x_at = x_ptr + heads * x_head + d[None, :]
         y_at = y_ptr + heads * y_head + d[None, :]
@@ -79,12 +79,12 @@ def _rope(
     s1 = tl.load(sin, mask=d < HALF, other=0.0).to(COMPUTE)
     s2 = tl.load(sin + HALF, mask=d < HALF, other=0.0).to(COMPUTE)
     _rotate_heads(
-        q_ptr + b * q_batch + t * q_token, qo_ptr + b * qo_batch + t * qo_token, q_head.to(tl.int64),
-        qo_head.to(tl.int64), c1, c2, s1, s2, d, Q_HEADS, HALF, BACKWARD, COMPUTE, BLOCK_Q,
+        q_ptr + b * q_batch + t * q_token, qo_ptr + b * qo_batch + t * qo_token, q_head,
+        qo_head, c1, c2, s1, s2, d, Q_HEADS, HALF, BACKWARD, COMPUTE, BLOCK_Q,
     )  # fmt: skip
     _rotate_heads(
-        k_ptr + b * k_batch + t * k_token, ko_ptr + b * ko_batch + t * ko_token, k_head.to(tl.int64),
-        ko_head.to(tl.int64), c1, c2, s1, s2, d, K_HEADS, HALF, BACKWARD, COMPUTE, BLOCK_K,
+        k_ptr + b * k_batch + t * k_token, ko_ptr + b * ko_batch + t * ko_token, k_head,
+        ko_head, c1, c2, s1, s2, d, K_HEADS, HALF, BACKWARD, COMPUTE, BLOCK_K,
     )  # fmt: skip
 # --8<-- [end:forward]
 

@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from snippets.precision.cases import OPS, UsageError, generic, level_of, parse_inputs
+from snippets.precision.cases import OPS, UsageError, adapt, generic, level_of, lifted, parse_inputs
 from snippets.precision.judge import Verdict
 from snippets.precision.structure import OVERWRITES
 
@@ -111,7 +111,7 @@ def check(args: argparse.Namespace) -> int:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch sees no GPU here; use --device cpu")
     kernel = load(args.kernel, "--kernel")
-    reference = load(args.reference, "--reference") if args.reference else None
+    reference = lifted(load(args.reference, "--reference")) if args.reference else None
     if args.inputs:
         if reference is None:
             raise UsageError("--inputs needs --reference: the gates know no truth for your own operator")
@@ -122,8 +122,6 @@ def check(args: argparse.Namespace) -> int:
         op = replace(OPS[args.op], reference=reference) if reference else OPS[args.op]
     if reference is not None:
         # Options (eps, ...) go only where the reference knows them.
-        from snippets.precision.cases import adapt
-
         ref, op, _ = adapt(op, reference)
         op = replace(op, reference=ref)
     allow = [a for a in args.allow_overwrite.split(",") if a]

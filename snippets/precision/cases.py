@@ -10,6 +10,7 @@ it shows, and writing beside it is detected.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import re
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from snippets.precision import references
 
@@ -83,7 +85,10 @@ class Op:
     reference: Callable[..., Any]
     plan: Callable[[int, str], list[Setup]]
     small: dict[str, Any] = field(default_factory=dict)  # dims for gradcheck
-    options: dict[str, Any] = field(default_factory=dict)  # options passed by position after the tensors
+    options: dict[str, Any] = field(default_factory=dict)  # options beside the tensors, with their defaults
+    # Natural noise that no perturbation of the inputs shows: (fp64 tensors, fp64 dys, options) → result name
+    # → noise per unit roundoff, in the shape of that result.
+    slack: Callable[..., dict[str, Tensor]] | None = None
 
 
 # ------------------------------------------------------------------------------- values
@@ -237,6 +242,7 @@ class Case:
     inputs: list[Placed]
     dys: list[Placed]
     call_options: dict[str, Any]
+    altered: bool = False  # values no longer those that ``build`` draws, so nothing remembered applies
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -260,7 +266,7 @@ def draw(op: Op, setup: Setup, device: torch.device, gen: torch.Generator) -> li
     """fp64 (or int64) values of all inputs, contiguous, on ``device``."""
     out, ignore = [], None
     if any(a.role == "label" for a in op.args):
-        ignore = setup.options.get("ignore_index", op.options.get("ignore_index"))
+        ignore = setup.options.get("ignore_index", op.options.get("ignore_index", -100 if op.name == "causal_lm_loss" else None))
     rope_tables: tuple[Tensor, Tensor] | None = None
     label_family = setup.family if setup.family.endswith("_ignored") else "randn"
     data_family = "randn" if setup.family.endswith("_ignored") else setup.family
@@ -323,7 +329,9 @@ def build(op: Op, setup: Setup, dtype: torch.dtype, device: torch.device) -> Cas
     with torch.no_grad():
         outs = as_tuple(op.reference(*[p.tensor for p in inputs], **options))
     dys = [
-        place(_dy(setup.dy, setup.dy_layout, o, [p.tensor for p in inputs], gen).to(o.dtype), setup.dy_layout)
+        # Rounded to the dtype under test even where the reference widens its output (a loss), so that
+        # a kernel that returns the narrower dtype gets the same number.
+        place(_dy(setup.dy, setup.dy_layout, o, [p.tensor for p in inputs], gen).to(dtype).to(o.dtype), setup.dy_layout)
         for o in outs
     ]
     return Case(op, setup, dtype, inputs, dys, options)
@@ -454,6 +462,22 @@ def _plan_causal(gate: int, level: str) -> list[Setup]:
     ]
 
 
+def _ce_slack(tensors, dys, options) -> dict[str, Tensor]:
+    """Fused kernels store the log-sum-exp and take exp(z - lse): one rounding of lse scales a whole row."""
+    z, labels = tensors
+    lse = torch.logsumexp(z, -1, keepdim=True)
+    keep = labels != options["ignore_index"]
+    count = options.get("num_items_in_batch")
+    count = keep.sum() if count is None else count
+    return {"d_logits": torch.exp(z - lse) * lse.abs() * keep.unsqueeze(-1) * dys[0].abs() / count}
+
+
+def _causal_slack(tensors, dys, options) -> dict[str, Tensor]:
+    z, labels = tensors
+    shifted = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
+    return _ce_slack((z, shifted), dys, {"ignore_index": -100})
+
+
 OPS: dict[str, Op] = {
     op.name: op
     for op in (
@@ -467,10 +491,10 @@ OPS: dict[str, Op] = {
                     Arg("cos", ("C", "S", "D"), "cos"), Arg("sin", ("C", "S", "D"), "sin")), references.rope,
            _plan_rope, {"B": 2, "C": 2, "Hq": 2, "Hk": 1, "S": 2, "D": 4}),
         Op("cross_entropy", (Arg("logits", ("N", "V")), Arg("labels", ("N",), "label", "V")),
-           references.cross_entropy, _plan_ce, {"N": 5, "V": 4}, {"ignore_index": -100}),
+           references.cross_entropy, _plan_ce, {"N": 5, "V": 4}, {"ignore_index": -100}, _ce_slack),
         Op("causal_lm_loss", (Arg("logits", ("B", "T", "V")), Arg("labels", ("B", "T"), "label", "V")),
-           lambda logits, labels, ignore_index=-100: references.causal_lm_loss(logits, labels), _plan_causal,
-           {"B": 2, "T": 4, "V": 4}, {"ignore_index": -100}),
+           references.causal_lm_loss, _plan_causal,
+           {"B": 2, "T": 4, "V": 4}, slack=_causal_slack),
     )
 }  # fmt: skip
 
@@ -552,6 +576,34 @@ def generic(args: tuple[Arg, ...], reference: Callable[..., Any]) -> Op:
     return Op("custom", args, reference, plan, small)
 
 
+class _Keep64(TorchDispatchMode):
+    """Casts from fp64 to fp32 do nothing."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and args[0].dtype == torch.float64:
+            if kwargs.get("dtype") == torch.float32:
+                kwargs = {**kwargs, "dtype": torch.float64}
+        return func(*args, **kwargs)
+
+
+def lifted(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """A reference that computes in fp64 when given fp64, even if its code says ``x.float()``.
+
+    Model code casts to fp32 for stability (transformers' Qwen3RMSNorm does); as the source of truth
+    it must not. For narrower inputs nothing changes.
+    """
+
+    @functools.wraps(reference)
+    def call(*tensors: Tensor, **options: Any) -> Any:
+        if any(t.dtype == torch.float64 for t in tensors):
+            with _Keep64():
+                return reference(*tensors, **options)
+        return reference(*tensors, **options)
+
+    return call
+
+
 # --------------------------------------------------------------------- calling the kernel
 
 
@@ -562,13 +614,15 @@ def adapt(op: Op, kernel: Callable[..., Any]) -> tuple[Callable[..., Any], Op, l
         the kernel taking ``(*tensors, **options)``, the operator restricted to the options that the
         kernel knows, and notes for the report (what could not be tested).
     """
-    names = [n for n in ("eps", "ignore_index", "num_items_in_batch") if n in op.options or op.name == "cross_entropy" and n != "eps"]
-    if not names:
-        return kernel, op, []
     try:
         params = list(inspect.signature(kernel).parameters.values())
     except (TypeError, ValueError):
         params = []
+    if op.name == "causal_lm_loss" and any(p.name == "vocab_size" for p in params):
+        return lambda *t: kernel(*t, vocab_size=t[0].shape[-1]), op, []  # transformers' signature
+    names = [n for n in ("eps", "ignore_index", "num_items_in_batch") if n in op.options or op.name == "cross_entropy" and n != "eps"]
+    if not names:
+        return kernel, op, []
     known, by_name = set(), {p.name for p in params if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
     if any(p.kind == p.VAR_KEYWORD for p in params):
         known = set(names)

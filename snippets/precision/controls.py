@@ -180,6 +180,7 @@ def ours() -> list[Control]:
         Control("ours_swiglu", "swiglu", k.swiglu, "本项目的 Triton SwiGLU", (), True),
         Control("ours_rope", "rope", k.rope, "本项目的 Triton RoPE", (), True),
         Control("ours_cross_entropy", "cross_entropy", k.cross_entropy, "本项目的 Triton 交叉熵", (), True),
+        Control("ours_causal_lm_loss", "causal_lm_loss", k.causal_lm_loss, "本项目的 Triton 损失(含错位)", (), True),
     ]
 
 

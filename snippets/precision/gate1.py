@@ -167,7 +167,8 @@ def check(
         verdict.notes.append("声明了改写保存的张量,gradcheck(多次反向)不适用")
 
     if structure:
-        found, more = structural(fn, op, setups, dtype, device, bad_of(findings_of), allow)
+        found, more = structural(fn, op, setups, dtype, device, bad_of(findings_of), allow,
+                                 numbers=not verdict.failed)  # fmt: skip
         verdict.findings += found
         verdict.notes += more
     return verdict
@@ -182,7 +183,7 @@ def bad_of(findings_of: Callable[[judge.Prepared, Run], list[Finding]]) -> Calla
     """Turn a gate's judgement of a run into the yes/no with a reason that ``structural`` asks for."""
 
     def bad(case: Case, r: Run, pristine: Case | None) -> str | None:
-        p = judge.prepare(pristine or case, remember=False)
+        p = judge.prepare(pristine or case)
         # Only what this run produced is judged: an absent gradient was not asked for here.
         wrong = [f for f in findings_of(p, r) if not f.ok]
         return wrong[0].text if wrong else None
@@ -221,7 +222,7 @@ def _mode(fn: Callable[..., Any], op: Op, setup: Setup, device: torch.device) ->
     # A small error may also come from a slightly wrong formula. fp32 arithmetic gives itself away: it
     # does not follow a change of the inputs that is far below its resolution.
     h = 1e-9
-    moved = [x * (1 + h * torch.sin(torch.arange(x.numel(), device=device)).reshape(x.shape)) if x.is_floating_point() else x
+    moved = [x * (1 + h * torch.sin(torch.arange(x.numel(), device=device, dtype=torch.float64)).reshape(x.shape)) if x.is_floating_point() else x
              for x in case.tensors]  # fmt: skip
     new, ref = named(judge.run(fn, case, moved)), named(judge.run(op.reference, case, moved))
     for n in wrong:

@@ -94,7 +94,8 @@ def check(
                 return verdict
         if structure and dtype == dtypes[0]:
             kept = len(verdict.measured)
-            found, more = structural(fn, op, setups, dtype, device, bad_of(findings_of), allow)
+            found, more = structural(fn, op, setups, dtype, device, bad_of(findings_of), allow,
+                                 numbers=not failures)  # fmt: skip
             del verdict.measured[kept:]
             verdict.findings += found
             verdict.notes += [n for n in more if n not in verdict.notes]

@@ -76,12 +76,15 @@ def structural(
     device: torch.device,
     bad: Callable[[Case, Run, Case | None], str | None],
     allow: Iterable[str] = (),
+    *,
+    numbers: bool = True,
 ) -> tuple[list[Finding], list[str]]:
     """All structural checks in one dtype.
 
     Args:
         bad: ``bad(case, run, pristine)`` → reason why a run is wrong, None if right; ``pristine`` is an
             untouched case with the same values when the run's own buffers may have been overwritten.
+        numbers: False when the kernel's numbers are already known to be wrong: only overwrites are looked for.
         allow: overwrites that the kernel declares ("inputs", "grad_output", "saved"): noted, not failed.
 
     Returns:
@@ -118,6 +121,10 @@ def structural(
         overwritten("dy 不被改写", "grad_output", "反向改写了传入的梯度 dy", any(p.changed() for p in case.dys))
     except Exception as e:  # noqa: BLE001
         findings.append(Finding("前向与反向能跑", False, describe(e), f"{setup}"))
+        return findings, notes
+
+    if not numbers:
+        notes.append("数值已错,其余结构检查略去")
         return findings, notes
 
     # 2. The graph survives its first backward (retain_graph, checkpointing, two consumers).
@@ -234,6 +241,7 @@ def structural(
         gs = torch.autograd.grad(outs[0], want, case.dys[0].tensor, allow_unused=True)
         gs = [torch.zeros_like(t) if g is None else g for t, g in zip(want, gs, strict=True)]
         pristine = fresh()
+        pristine.altered = True
         for p in pristine.dys[1:]:
             p.refill(torch.zeros_like(p.tensor))
         r = Run(tuple(o.detach() for o in outs), dict(zip([a.name for a in op.args if a.grad], gs, strict=True)))

@@ -84,6 +84,7 @@ def make(root: Path, page: str = f"# Page\n\n{BLOCK}\n") -> Path:
     (root / "snippets/demo").mkdir(parents=True)
     (root / "docs").mkdir()
     (root / "device").write_text("cpu")
+    (root / "snippets/__init__.py").write_text("")
     (root / "snippets/measure.py").write_text(MEASURE)
     (root / "snippets/demo/squares.py").write_text(EXPERIMENT)
     (root / "snippets/demo/helper.py").write_text(HELPER)

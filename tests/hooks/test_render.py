@@ -1,5 +1,7 @@
 """hooks/render.py: HTML as a function of data."""
 
+import re
+from html import unescape
 from html.parser import HTMLParser
 
 import pytest
@@ -141,3 +143,10 @@ def test_tabs_have_materials_structure_and_unique_ids():
     assert html.count("checked") == 2 and html.count("<input") == 2 and html.count('class="tabbed-block"') == 2
     assert 'id="u_1" name="u"' in html and 'for="u_2">H100' in html and "H200 &lt;x&gt;" in html
     assert render.tabs([("only", "<p>1</p>")], "u") == "<p>1</p>"
+
+
+def test_a_text_table_is_aligned_also_with_chinese_and_escaped():
+    html = render.text_table([{"名": "算子<", "v": 5, "t": "x"}, {"名": "ab", "v": 12345, "t": None}], {"v": "行"})
+    lines = unescape(re.search(r"<code>(.*)</code>", html, re.DOTALL).group(1)).split("\n")
+    assert lines == ["名     v (行)  t", "算子<       5  x", "ab     12,345  —"]
+    assert "算子&lt;" in html
