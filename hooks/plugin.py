@@ -102,6 +102,7 @@ def on_page_markdown(markdown, *, page, config, files):
             known = type(error).__module__.startswith("hooks.")
             line = re.search(r"\bline (\d+)", str(error))
             message = str(error) if known else f"{type(error).__name__}: {error}"
+            message = re.sub(rf"^docs/{re.escape(src_uri)}, line \d+: ", "", message)  # the fault says it itself
             placed.append(blocks.report(message, line=int(line[1]) if line and known else 0, page=src_uri))
             return None
 

@@ -34,15 +34,15 @@ EXPERIMENT = {
 
 
 # --8<-- [start:run]
-def run_pytest(paths: list[str], limit_s: float, root: Path = ROOT, marker: str = "gpu") -> Path:
-    """Run the marked tests in a process of their own; return the JUnit report it wrote.
+def run_pytest(report: Path, paths: list[str], limit_s: float, root: Path = ROOT, marker: str = "gpu") -> None:
+    """Run the marked tests in a process of their own, which writes a JUnit report.
 
     Raises:
         MeasureError: pytest found nothing, could not start, was killed, or ran out of time. Failing
             tests (exit code 1) are a result and raise nothing.
     """
-    report = Path(tempfile.mkdtemp(prefix="gpu-tests-")) / "report.xml"
-    command = [sys.executable, "-m", "pytest", "-m", marker, "-q", "-p", "no:cacheprovider", f"--junit-xml={report}", *paths]
+    command = [sys.executable, "-m", "pytest", "-m", marker, "-q", "-p", "no:cacheprovider"]
+    command += [f"--junit-xml={report}", *paths]
     try:
         done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=limit_s)
     except subprocess.TimeoutExpired as error:
@@ -50,7 +50,6 @@ def run_pytest(paths: list[str], limit_s: float, root: Path = ROOT, marker: str 
     if done.returncode not in (0, 1) or not report.exists():
         tail = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
         raise measure_module.MeasureError(f"{' '.join(command)} ended with code {done.returncode}:\n{tail}")
-    return report
 # --8<-- [end:run]
 
 
@@ -101,7 +100,10 @@ def measure(*, paths: list[str], limit_s: float) -> measure_module.Tables:
         limit_s: time limit for all of them together, seconds.
     """
     measure_module.progress(f"pytest -m gpu {' '.join(paths)}")
-    return read_report(run_pytest(paths, limit_s))
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        run_pytest(report, paths, limit_s)
+        return read_report(report)
 
 
 if __name__ == "__main__":

@@ -37,8 +37,14 @@ def project(tmp_path):
     return tmp_path
 
 
+def outcome(project, paths, marker="sample", limit_s=60):
+    report = project / "report.xml"
+    gpu_tests.run_pytest(report, paths, limit_s, project, marker)
+    return gpu_tests.read_report(report)
+
+
 def test_counts_and_failures_per_file(project):
-    tables = gpu_tests.read_report(gpu_tests.run_pytest(["tests"], 60, project, "sample"))
+    tables = outcome(project, ["tests"])
     measure_module.check_tables(gpu_tests.EXPERIMENT["tables"], tables)
     counts = {r["file"]: (r["passed"], r["failed"], r["skipped"]) for r in tables["files"]}
     # test_other fails, but carries no marker: it must not run.
@@ -48,19 +54,19 @@ def test_counts_and_failures_per_file(project):
 
 
 def test_no_failures_is_said(project):
-    tables = gpu_tests.read_report(gpu_tests.run_pytest(["tests/test_b.py"], 60, project, "sample"))
+    tables = outcome(project, ["tests/test_b.py"])
     assert [r["message"] for r in tables["failures"]] == ["没有失败的测试"]
 
 
 def test_nothing_selected_is_an_error(project):
     with pytest.raises(measure_module.MeasureError, match="code 5"):
-        gpu_tests.run_pytest(["tests"], 60, project, "no_such_marker")
+        outcome(project, ["tests"], "no_such_marker")
 
 
 def test_a_broken_test_file_is_an_error_with_its_reason(project):
     (project / "tests" / "test_c.py").write_text("import no_such_package\n", encoding="utf-8")
     with pytest.raises(measure_module.MeasureError, match="no_such_package"):
-        gpu_tests.run_pytest(["tests"], 60, project, "sample")
+        outcome(project, ["tests"])
 
 
 def test_time_limit(project):
@@ -68,7 +74,7 @@ def test_time_limit(project):
         "import pytest, time\n@pytest.mark.sample\ndef test_d(): time.sleep(60)\n", encoding="utf-8"
     )
     with pytest.raises(measure_module.MeasureError, match="not finished after 3 s"):
-        gpu_tests.run_pytest(["tests/test_d.py"], 3, project, "sample")
+        outcome(project, ["tests/test_d.py"], limit_s=3)
 
 
 @pytest.mark.gpu

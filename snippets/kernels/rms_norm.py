@@ -26,6 +26,7 @@ from snippets.kernels.common import accumulate_dtype, as_rows, check_tensors, ch
 #   warps: for `elements` numbers; wider rows get more, up to 32
 #   waves: programs per multiprocessor of the persistent backward
 #   stages: how many row blocks ahead the backward loads
+#   columns: least width of a program of the second stage (16 numbers of fp32 are two memory sectors)
 #   "narrow" applies to rows of at most NARROW numbers, that is to q_norm and k_norm
 NARROW = 512
 CONFIG = {
@@ -33,7 +34,7 @@ CONFIG = {
     "forward_narrow": {"elements": 4096, "warps": 4},
     "backward": {"elements": 4096, "warps": 8, "waves": 2, "stages": 2},
     "backward_narrow": {"elements": 2048, "warps": 4, "waves": 8, "stages": 1},
-    "reduce": {"columns": 32, "rows": 64, "warps": 4},
+    "reduce": {"elements": 2048, "columns": 16, "warps": 4},
 }
 
 
@@ -166,9 +167,11 @@ class RMSNormFunction(torch.autograd.Function):
             )  # fmt: skip
             if needs_dw:
                 reduce = CONFIG["reduce"]
-                _sum_partials[(triton.cdiv(width, reduce["columns"]),)](
-                    partial, dw, programs, WIDTH=width,
-                    ROWS=reduce["rows"], COLUMNS=reduce["columns"], num_warps=reduce["warps"],
+                per_processor = triton.cdiv(width, processors(x.device))
+                columns = max(reduce["columns"], triton.next_power_of_2(per_processor))
+                _sum_partials[(triton.cdiv(width, columns),)](
+                    partial, dw, programs, WIDTH=width, ROWS=max(1, reduce["elements"] // columns), COLUMNS=columns,
+                    num_warps=reduce["warps"],
                 )  # fmt: skip
         return dx, dw, None
 

@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from snippets.precision.cases import OPS, UsageError, adapt, generic, level_of, lifted, parse_inputs
+from snippets.precision.cases import OPS, UsageError, adapt, generic, lifted, parse_inputs
 from snippets.precision.judge import Verdict
 from snippets.precision.structure import OVERWRITES
 
@@ -130,13 +130,12 @@ def check(args: argparse.Namespace) -> int:
     gate1.usable_reference(op, device)
 
     verdicts: list[Verdict] = []
-    level = level_of(device)
     if not args.json:
-        print(f"核函数 {args.kernel},算子 {op.name},设备 {device}" + (",Triton 解释器" if level == "tiny" else ""))
+        print(f"核函数 {args.kernel},算子 {op.name},设备 {device}")
     for name, gate in (("1", gate1), ("2", gate2)):
         if args.gate in (name, "all"):
             t = time.perf_counter()
-            verdicts.append(gate.check(op, kernel, device, allow=allow, level=level, seed=args.seed))
+            verdicts.append(gate.check(op, kernel, device, allow=allow, seed=args.seed))
             if not args.json:
                 print(report(verdicts[-1]) + f"\n  用时 {time.perf_counter() - t:.1f} s")
     ok = all(v.ok for v in verdicts)

@@ -649,12 +649,3 @@ def adapt(op: Op, kernel: Callable[..., Any]) -> tuple[Callable[..., Any], Op, l
     if hidden:
         call = lambda *t, **o: fn(*t, **{k: v for k, v in o.items() if k not in hidden})  # noqa: E731
     return call, replace(op, plan=plan), notes
-
-
-def level_of(device: torch.device) -> str:
-    """"tiny" under Triton's interpreter (a program per python loop turn), else the device type."""
-    import os
-
-    if device.type == "cuda":
-        return "cuda"
-    return "tiny" if os.environ.get("TRITON_INTERPRET") == "1" else "cpu"

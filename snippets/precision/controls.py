@@ -6,10 +6,11 @@ Triton kernels, Liger's. ``allow`` names overwrites that a kernel makes by desig
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,24 @@ class Control:
     kernel: Callable[..., Any]
     what: str
     allow: tuple[str, ...] = ()
-    triton: bool = False
+    config: str = ""  # module of snippets.kernels whose launch configuration is halved while this control runs
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Run the body with this control's launch configuration; the old one comes back afterwards."""
+        if not self.config:
+            yield
+            return
+        table = importlib.import_module(f"snippets.kernels.{self.config}").CONFIG
+        old = {k: dict(v) for k, v in table.items()}
+        for k, v in table.items():
+            # Every size halved: other blocks, so other orders of addition; same function.
+            table[k] = {n: x // 2 if n in ("elements", "bytes", "rows", "columns", "waves") and x > 1 else x
+                        for n, x in v.items()}  # fmt: skip
+        try:
+            yield
+        finally:
+            table.update(old)
 
 
 CONTROLS: list[Control] = []
@@ -175,13 +193,17 @@ def ours() -> list[Control]:
         return []  # Triton cannot compile for a CPU, and its interpreter must be chosen before the import
     k = importlib.import_module("snippets.kernels")
     return [
-        Control("ours_rms_norm", "rms_norm", k.rms_norm, "本项目的 Triton RMSNorm", (), True),
-        Control("ours_head_norm", "head_norm", k.rms_norm, "本项目的 Triton RMSNorm(q_norm/k_norm)", (), True),
-        Control("ours_swiglu", "swiglu", k.swiglu, "本项目的 Triton SwiGLU", (), True),
-        Control("ours_rope", "rope", k.rope, "本项目的 Triton RoPE", (), True),
-        Control("ours_cross_entropy", "cross_entropy", k.cross_entropy, "本项目的 Triton 交叉熵", (), True),
-        Control("ours_causal_lm_loss", "causal_lm_loss", k.causal_lm_loss, "本项目的 Triton 损失(含错位)", (), True),
-    ]
+        Control("ours_rms_norm", "rms_norm", k.rms_norm, "本项目的 Triton RMSNorm"),
+        Control("ours_head_norm", "head_norm", k.rms_norm, "本项目的 Triton RMSNorm(q_norm/k_norm)"),
+        Control("ours_swiglu", "swiglu", k.swiglu, "本项目的 Triton SwiGLU"),
+        Control("ours_rope", "rope", k.rope, "本项目的 Triton RoPE"),
+        Control("ours_cross_entropy", "cross_entropy", k.cross_entropy, "本项目的 Triton 交叉熵"),
+        Control("ours_rms_norm_blocks", "rms_norm", k.rms_norm, "本项目的 RMSNorm,块大小减半", (), "rms_norm"),
+        Control("ours_swiglu_blocks", "swiglu", k.swiglu, "本项目的 SwiGLU,块大小减半", (), "swiglu"),
+        Control("ours_cross_entropy_blocks", "cross_entropy", k.cross_entropy, "本项目的交叉熵,块大小减半",
+                (), "cross_entropy"),
+        Control("ours_causal_lm_loss", "causal_lm_loss", k.causal_lm_loss, "本项目的 Triton 损失(含错位)"),
+    ]  # fmt: skip
 
 
 @functools.cache
@@ -213,12 +235,21 @@ def liger() -> list[Control]:
 
     all_ = ("inputs", "grad_output", "saved")
     return [
-        Control("liger_rms_norm", "rms_norm", liger_rms_norm, "Liger RMSNorm(就地写 dy)", all_, True),
-        Control("liger_head_norm", "head_norm", liger_rms_norm, "Liger RMSNorm 用于 q_norm/k_norm", all_, True),
-        Control("liger_swiglu", "swiglu", liger_swiglu, "Liger SwiGLU(就地写保存的张量)", all_, True),
-        Control("liger_rope", "rope", liger_rope, "Liger RoPE(就地写 q、k)", all_, True),
-        Control("liger_cross_entropy", "cross_entropy", liger_cross_entropy, "Liger 交叉熵(前向即写梯度)", all_, True),
+        Control("liger_rms_norm", "rms_norm", liger_rms_norm, "Liger RMSNorm(就地写 dy)", all_),
+        Control("liger_head_norm", "head_norm", liger_rms_norm, "Liger RMSNorm 用于 q_norm/k_norm", all_),
+        Control("liger_swiglu", "swiglu", liger_swiglu, "Liger SwiGLU(就地写保存的张量)", all_),
+        Control("liger_rope", "rope", liger_rope, "Liger RoPE(就地写 q、k)", all_),
+        Control("liger_cross_entropy", "cross_entropy", liger_cross_entropy, "Liger 交叉熵(前向即写梯度)", all_),
     ]
+
+
+def find(name: str) -> Control:
+    """The control with this id.
+
+    Raises:
+        KeyError: unknown here (Triton controls need a GPU or TRITON_INTERPRET=1).
+    """
+    return {c.id: c for c in all_controls()}[name]
 
 
 def all_controls() -> list[Control]:

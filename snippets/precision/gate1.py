@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from snippets.precision import judge
-from snippets.precision.cases import Case, Op, Setup, UsageError, adapt, build, level_of
+from snippets.precision.cases import Case, Op, Setup, UsageError, adapt, build
 from snippets.precision.judge import Finding, Run, Verdict, describe, named
 from snippets.precision.structure import main_setup, soil, structural
 
@@ -117,8 +117,8 @@ def check(
         seed: shifts all data.
     """
     device = torch.device(device)
-    level = level or level_of(device)
     fn, op, notes = adapt(op, kernel)
+    level = level or judge.level_of(fn, op, device)
     usable_reference(op, device)
     setups = [s if not seed else judge_seed(s, seed) for s in op.plan(1, level)]
     verdict = Verdict("gate1", notes=list(notes))
@@ -194,7 +194,7 @@ def bad_of(findings_of: Callable[[judge.Prepared, Run], list[Finding]]) -> Calla
 def _ratio_finding(s: judge.Stat, case: Case, dtype: str) -> Finding:
     over_max, over_rms = s.max_ratio / judge.MAX_RATIO, s.rms_ratio / s.rms_limit
     text = s.why or f"{s.name}({dtype}):误差为同精度参考的 max {s.max_ratio:.2f}×、rms {s.rms_ratio:.2f}×"
-    by_max = over_max >= over_rms or (s.ok and over_rms > 1)
+    by_max = over_max >= over_rms or not s.rms_judged
     value, limit = (s.max_ratio, judge.MAX_RATIO) if by_max else (s.rms_ratio, s.rms_limit)
     return Finding(f"{s.name} 误差比({dtype})", s.ok, text, f"{case.setup}", value, limit)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from snippets.precision import judge
-from snippets.precision.cases import Op, Setup, adapt, build, level_of
+from snippets.precision.cases import Op, Setup, adapt, build
 from snippets.precision.gate1 import MOST_FAILURES, _ratio_finding, bad_of, judge_seed
 from snippets.precision.judge import Finding, Run, Stat, Verdict, describe
 from snippets.precision.structure import soil, structural
@@ -55,8 +55,8 @@ def check(
     with a note: the interpreter truncates bf16 stores, so nothing there says anything about a GPU.
     """
     device = torch.device(device)
-    level = level or level_of(device)
     fn, op, notes = adapt(op, kernel)
+    level = level or judge.level_of(fn, op, device)
     verdict = RatioVerdict("gate2", notes=list(notes))
     setups = [judge_seed(s, seed) if seed else s for s in op.plan(2, level)]
     if level == "tiny" and torch.bfloat16 in dtypes:

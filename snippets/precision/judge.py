@@ -17,6 +17,8 @@ The ratio then has a fixed meaning: limits 2 (max) and 1.5 (rms), as in flash-at
 from __future__ import annotations
 
 import math
+import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snippets.precision.cases import Case, as_tuple
+from snippets.precision.cases import Case, Op, Setup, as_tuple, build
 
 MAX_RATIO, RMS_RATIO = 2.0, 1.5
 FEW = 64  # below this many elements an rms of rounding errors is luck
@@ -128,6 +130,34 @@ def run(
     return Run(kept, first, backward(False) if twice else None)
 
 
+def level_of(fn: Callable[..., Any], op: Op, device: torch.device) -> str:
+    """Which sizes a kernel can afford: "cuda", "cpu", or "tiny" if it runs in Triton's CPU interpreter.
+
+    The interpreter executes a program per turn of a python loop. Whether a kernel uses it is seen by
+    running it once: the environment variable alone says nothing about a kernel in plain PyTorch.
+    """
+    if device.type == "cuda":
+        return "cuda"
+    if os.environ.get("TRITON_INTERPRET") != "1" or "triton" not in sys.modules:
+        return "cpu"
+    from triton.runtime.interpreter import GridExecutor
+
+    plain, launched = GridExecutor.__call__, []
+
+    def watched(self, *args, **kwargs):
+        launched.append(True)
+        return plain(self, *args, **kwargs)
+
+    GridExecutor.__call__ = watched
+    try:
+        run(fn, build(op, Setup(op.small), torch.float32, device))
+    except Exception:  # noqa: BLE001 - a gate will meet the same error and report it
+        pass
+    finally:
+        GridExecutor.__call__ = plain
+    return "tiny" if launched else "cpu"
+
+
 def unit(dtype: torch.dtype) -> float:
     """Unit roundoff: half the distance from 1 to the next number."""
     return torch.finfo(dtype).eps / 2
@@ -189,7 +219,10 @@ def truth(case: Case) -> Truth:
 
 @dataclass
 class Stat:
-    """Ratios of one tensor. ``within_ulp``: share of elements within one ulp of the truth."""
+    """Ratios of one tensor. ``within_ulp``: share of elements within one ulp of the truth.
+
+    ``rms_judged``: whether there were enough elements for the rms to count.
+    """
 
     name: str
     max_ratio: float
@@ -198,6 +231,7 @@ class Stat:
     within_ulp: float
     ok: bool
     why: str = ""
+    rms_judged: bool = True
 
 
 def _rms(x: Tensor) -> float:
@@ -245,7 +279,7 @@ def compare(name: str, got: Tensor, base: Tensor, t: Truth, case: Case, max_limi
     max_ratio, rms_ratio = ek.max().item() / den_max, _rms(ek) / den_rms
     limit = rms_limit * (1 + 2 / math.sqrt(n))
     ok = max_ratio <= max_limit and (n < FEW or rms_ratio <= limit)
-    return Stat(name, max_ratio, rms_ratio, limit, (ek <= step).double().mean().item(), ok)
+    return Stat(name, max_ratio, rms_ratio, limit, (ek <= step).double().mean().item(), ok, "", n >= FEW)
 
 
 def _scale(case: Case) -> float:

@@ -30,7 +30,7 @@ from snippets import qwen3
 if not torch.cuda.is_available():  # must be set before triton is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from snippets.kernels import patch  # noqa: E402
+from snippets.kernels.patch import Patch, patch  # noqa: E402
 from snippets.precision.liger_ci import WrongSiLU  # noqa: E402
 
 EXPERIMENT = {
@@ -80,15 +80,9 @@ def gradients(model: nn.Module, ids: Tensor) -> tuple[float, dict[str, Tensor]]:
 
 
 # --8<-- [start:ab_switch]
-@contextlib.contextmanager
-def kernels_on(model: nn.Module, *kinds: str) -> Iterator[None]:
-    """The A/B switch: inside the block, this model uses the fused kernels of these kinds, and only these."""
-    handle = patch(model, **{kind: kind in kinds for kind in KINDS})
-    handle.on()
-    try:
-        yield
-    finally:
-        handle.off()
+def kernels_on(model: nn.Module, *kinds: str) -> Patch:
+    """The A/B switch, as a context: inside it, this one model uses the fused kernels of these kinds only."""
+    return patch(model, **{kind: kind in kinds for kind in KINDS})
 
 
 def ab_switch(model: nn.Module, ids: Tensor) -> Measured:
@@ -382,9 +376,10 @@ def in_fp64(model: nn.Module, fix_norms: bool = True) -> Iterator[nn.Module]:
     """
     dtype = next(model.parameters()).dtype
     norms = [m for m in model.modules() if type(m).__name__ == "Qwen3RMSNorm"] if fix_norms else []
-    rotary = model.model.rotary_emb.inv_freq.clone()  # the angles are part of the definition: keep them fp32
+    buffers = [(m._buffers, name, b) for m in model.modules() for name, b in m._buffers.items()]
     model.double()
-    model.model.rotary_emb.inv_freq = rotary
+    for owner, name, buffer in buffers:  # RoPE's frequencies are part of the definition: they stay fp32
+        owner[name] = buffer
     for norm in norms:
         norm.forward = MethodType(lambda m, x: F.rms_norm(x, m.weight.shape, m.weight, m.variance_epsilon), norm)
     try:
@@ -393,7 +388,8 @@ def in_fp64(model: nn.Module, fix_norms: bool = True) -> Iterator[nn.Module]:
         for norm in norms:
             del norm.forward
         model.to(dtype)
-        model.model.rotary_emb.inv_freq = rotary
+        for owner, name, buffer in buffers:
+            owner[name] = buffer
 
 
 def error_ratio(model: nn.Module, ids: Tensor) -> Measured:
@@ -415,10 +411,11 @@ def error_ratio(model: nn.Module, ids: Tensor) -> Measured:
 
 
 # --8<-- [start:bisect]
-def step_zero(model: nn.Module, ids: Tensor) -> tuple[float, float]:
-    """Loss and global gradient norm before the first update: the cheapest comparison of two runs."""
+def step_zero(model: nn.Module, ids: Tensor, reference: dict[str, Tensor]) -> dict[str, float]:
+    """Loss, global gradient norm and the worst parameter's gradient error before the first update."""
     loss, grads = gradients(model, ids)
-    return loss, torch.stack([g.double().norm() for g in grads.values()]).norm().item()
+    norm = torch.stack([g.double().norm() for g in grads.values()]).norm().item()
+    return {"loss": loss, "norm": norm, "worst": max(relative(grads[n], reference[n]) for n in reference)}
 
 
 def bisect(count: int, is_bad: Callable[[int], bool]) -> tuple[int, int]:
@@ -437,23 +434,23 @@ def bisect(count: int, is_bad: Callable[[int], bool]) -> tuple[int, int]:
 
 def loss_and_bisect(model: nn.Module, ids: Tensor, plant: int) -> Measured:
     """Step-0 numbers of three variants, then the broken MLP found among all MLPs by bisection."""
-    layers = model.model.layers
-    loss, norm = step_zero(model, ids)
+    layers, (_, reference) = model.model.layers, gradients(model, ids)
+    plain = step_zero(model, ids, reference)
     with kernels_on(model, *KINDS):
-        fused_loss, fused_norm = step_zero(model, ids)
+        fused = step_zero(model, ids, reference)
     with broken_mlp(layers[plant].mlp, WrongSiLU.apply):
-        wrong_loss, wrong_norm = step_zero(model, ids)
-    yield "融合 kernel：第 0 步 loss 差", abs(fused_loss - loss) / loss, "相对", ""
-    yield "融合 kernel：第 0 步梯度范数差", abs(fused_norm - norm) / norm, "相对", ""
-    yield "SiLU 导数少一项：第 0 步 loss 差", abs(wrong_loss - loss) / loss, "相对", "前向没有错，loss 看不见"
-    yield "SiLU 导数少一项：第 0 步梯度范数差", abs(wrong_norm - norm) / norm, "相对", "梯度范数看得见"
+        wrong = step_zero(model, ids, reference)
+    for name, got in {"融合 kernel": fused, "SiLU 导数少一项": wrong}.items():
+        yield f"{name}：第 0 步 loss 差", abs(got["loss"] - plain["loss"]) / plain["loss"], "相对", ""
+        yield f"{name}：全局梯度范数差", abs(got["norm"] - plain["norm"]) / plain["norm"], "相对", "一个数，误差会互相淹没"
+        yield f"{name}：梯度差最大的参数", got["worst"], "相对 rms", "逐参数比"
 
     def is_bad(replaced: int) -> bool:
         """Layers below ``replaced`` get the new MLP, which is broken in layer ``plant`` only."""
         with contextlib.ExitStack() as stack:
             for i in range(replaced):
                 stack.enter_context(broken_mlp(layers[i].mlp, WrongSiLU.apply if i == plant else F.silu))
-            return abs(step_zero(model, ids)[1] - norm) / norm > abs(wrong_norm - norm) / norm / 2
+            return step_zero(model, ids, reference)["worst"] > wrong["worst"] / 2
 
     culprit, runs = bisect(len(layers), is_bad)
     yield "二分定位到的层", float(culprit), "层号", f"埋在第 {plant} 层，共 {len(layers)} 层"

@@ -75,7 +75,7 @@ def test_top_left_is_wrong_exactly_where_q_is_shorter():
     torch.manual_seed(0)
     far = by(sources.causal_alignment(measure_module.device()))
     assert far["is_causal=True（左上），q=2，k=5"] > 0.1
-    assert max(v for s, v in far.items() if s != "is_causal=True（左上），q=2，k=5") < 1e-4
+    assert max(v for s, v in far.items() if s != "is_causal=True（左上），q=2，k=5") < 1e-2
 
 
 def test_small_steps_vanish_in_bf16():
