@@ -31,7 +31,8 @@ def project(tmp_path):
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    sample: of this test\n", encoding="utf-8")
     (tmp_path / "tests" / "deep" / "test_a.py").write_text(SAMPLE, encoding="utf-8")
     (tmp_path / "tests" / "test_b.py").write_text(
-        "import pytest\n@pytest.mark.sample\nclass TestB:\n    def test_b(self): pass\ndef test_other(): assert False\n",
+        "import pytest\n@pytest.mark.sample\nclass TestB:\n    def test_b(self): pass\n"
+        "def test_other(): assert False\n",
         encoding="utf-8",
     )
     return tmp_path

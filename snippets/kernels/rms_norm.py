@@ -119,6 +119,11 @@ def _blocks(config: dict, width: int) -> tuple[int, int, int]:
     return rows, padded, warps
 
 
+def _stages(config: dict, elements: int, itemsize: int) -> int:
+    """Row blocks to load ahead; each waits in shared memory (227 KiB on Hopper), so wide rows get none."""
+    return config["stages"] if 2 * elements * itemsize <= 128 << 10 else 1
+
+
 # --8<-- [start:wrapper]
 class RMSNormFunction(torch.autograd.Function):
     """Autograd wrapper; use ``rms_norm``."""
@@ -163,7 +168,8 @@ class RMSNormFunction(torch.autograd.Function):
             _backward[(programs,)](
                 dy_rows, rows, weight.contiguous(), dx, partial, dy_rows.stride(0), rows.stride(0), n,
                 WIDTH=width, EPS=ctx.eps, COMPUTE=compute_dtype(dy.dtype), NEEDS_DW=needs_dw,
-                BLOCK_ROWS=block_rows, BLOCK_WIDTH=block_width, STAGES=config["stages"], num_warps=warps,
+                BLOCK_ROWS=block_rows, BLOCK_WIDTH=block_width, num_warps=warps,
+                STAGES=_stages(config, block_rows * block_width, max(x.element_size(), dy.element_size())),
             )  # fmt: skip
             if needs_dw:
                 reduce = CONFIG["reduce"]

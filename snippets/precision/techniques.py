@@ -42,11 +42,13 @@ EXPERIMENT = {
     "smoke": {"size": "tiny", "layers": 3, "batch": 1, "sequence": 12, "plant": 1},
     "tables": {
         "techniques": {"name": "", "metric": "", "value": "1", "unit": "", "note": ""},
-        "layers": {"fault": "", "direction": "", "layer": "", "rel_err": "1", "own_err": "1", "planted": "", "found": ""},
+        "layers": {
+            "fault": "", "direction": "", "layer": "", "rel_err": "1", "own_err": "1", "planted": "", "found": "",
+        },
         "progressive": {"step": "", "replaced": "", "logit_max_diff": "1", "loss_diff": "1", "ratio": "1"},
         "liger": {"scope": "", "module": "", "patched": "", "total": ""},
     },
-}
+}  # fmt: skip
 
 KINDS = ("rms_norm", "swiglu", "rope", "cross_entropy")
 Measured = Iterator[tuple[str, float | None, str, str]]  # metric, value, unit, note
