@@ -40,7 +40,8 @@ KINDS = ("line", "bar", "point")
 MAX_POINTS = 400  # per series; more are thinned, and the figure says so
 POINT_MARKS = 32  # a line with more points than this shows no dots
 TABLE_ROWS = 40  # more rows than this are not repeated as a table
-CSV_BYTES = 48_000  # a larger CSV would outweigh the page; then it holds the drawn points
+CSV_BYTES = 32_000  # a larger CSV would outweigh the page; then it holds the drawn points
+CSV_ROWS = 2000  # more rows than this exceed CSV_BYTES for certain, so they are not even written out
 WIDTH = 520  # px of the plotting area
 
 
@@ -414,8 +415,8 @@ def _csv_value(value: Any) -> Any:
 
 def _data(rows: Sequence[Row], drawn: Sequence[Row], uid: str, labels: Mapping[str, str], units: Mapping[str, str]) -> str:
     """The folded data below a plot: a table where it is short, and the CSV."""
-    text, note = _csv(rows), ""
-    if len(text.encode()) > CSV_BYTES:
+    text, note = _csv(rows) if len(rows) <= CSV_ROWS else "", ""
+    if not text or len(text.encode()) > CSV_BYTES:
         text, note = _csv(drawn), f"（图中所画的 {len(drawn):,} 点；全部 {len(rows):,} 行在 records/ 的记录文件里）"
     columns = {k: (labels.get(k, k),) for k in rows[0]}
     shown = render.table(rows, columns, units=units) if len(rows) <= TABLE_ROWS else ""

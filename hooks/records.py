@@ -48,7 +48,7 @@ class RecordError(Exception):
 
 @dataclass(frozen=True)
 class Record:
-    """One stored measurement.
+    """One stored measurement; shared by all who load it, so not to be changed.
 
     Attributes:
         experiment: the experiment's id.
@@ -112,7 +112,22 @@ def load(id: str) -> dict[str, Record]:
     """
     experiment = experiments.find(id)
     found = sorted((hooks.root() / DIRECTORY).glob(f"*/{id}.json"))
-    return {path.parent.name: read(path, experiment) for path in found}
+    return {path.parent.name: _cached(path, experiment) for path in found}
+
+
+_cache: dict[Path, tuple[tuple, Record]] = {}
+
+
+def _cached(path: Path, experiment: experiments.Experiment) -> Record:
+    """`read`, again only when the file or its experiment changed: a page asks for one record many times."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return read(path, experiment)
+    stamp = (stat.st_mtime_ns, stat.st_size, stat.st_ino, experiment.digest, experiment.tables)
+    if path not in _cache or _cache[path][0] != stamp:
+        _cache[path] = (stamp, read(path, experiment))
+    return _cache[path][1]
 
 
 def devices() -> list[str]:

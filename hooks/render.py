@@ -291,6 +291,8 @@ def text_table(rows: Sequence[Row], units: Mapping[str, str]) -> str:
 
 def _width(text: str) -> int:
     """Columns that a text takes in a monospace font; a CJK character takes two."""
+    if text.isascii():
+        return len(text)
     return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
 
 

@@ -157,12 +157,17 @@ def _summary(samples_us: Sequence[float]) -> dict[str, float]:
 
 
 def side_by_side(
-    candidates: Mapping[str, Callable[[int], Any]], *, rounds: int = 40, warmup: int = 8
+    candidates: Mapping[str, Callable[[int], Any]],
+    *,
+    prepare: Mapping[str, Callable[[int], Any]] | None = None,
+    rounds: int = 40,
+    warmup: int = 8,
 ) -> dict[str, dict[str, float]]:
     """Time competitors in one process, one call each per round, in rotating order.
 
     Args:
         candidates: name → function of the round number (use it to rotate among input sets).
+        prepare: name → untimed function called before each call with the same number.
         rounds: timed calls per candidate, at least 5.
         warmup: untimed calls per candidate before the first round.
 
@@ -173,15 +178,18 @@ def side_by_side(
 
     cuda = torch.cuda.is_available()
     names = list(candidates)
+    before = dict.fromkeys(names, lambda _: None) | dict(prepare or {})
     flush = torch.empty(L2_FLUSH_BYTES, dtype=torch.int8, device="cuda") if cuda else None
     for name in names:
         for i in range(warmup):
+            before[name](i)
             candidates[name](i)
     samples: dict[str, list] = {n: [] for n in names}
     for r in range(rounds):
         shift = r % len(names)
         for name in names[shift:] + names[:shift]:
             fn = candidates[name]
+            before[name](r)
             if cuda:
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 flush.zero_()

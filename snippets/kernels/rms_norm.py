@@ -29,6 +29,7 @@ from snippets.kernels.common import accumulate_dtype, as_rows, check_tensors, ch
 #   columns: least width of a program of the second stage (16 numbers of fp32 are two memory sectors)
 #   "narrow" applies to rows of at most NARROW numbers, that is to q_norm and k_norm
 NARROW = 512
+SHARED_BYTES = 96 << 10  # per program: two programs fit the 227 KiB of a Hopper multiprocessor
 CONFIG = {
     "forward": {"elements": 4096, "warps": 8},
     "forward_narrow": {"elements": 4096, "warps": 4},
@@ -161,6 +162,9 @@ class RMSNormFunction(torch.autograd.Function):
         config = CONFIG["backward_narrow" if width <= NARROW else "backward"]
         block_rows, block_width, warps = _blocks(config, width)
         programs = min(processors(x.device) * config["waves"], triton.cdiv(n, block_rows))
+        # Loads ahead wait in shared memory (x and dy of every stage). Wide rows would not fit, and need none.
+        fits = config["stages"] * 2 * block_rows * block_width * dy.element_size() <= SHARED_BYTES
+        stages = config["stages"] if fits else 1
         accumulate = accumulate_dtype(dy.dtype)
         partial = torch.empty((programs, width), dtype=accumulate, device=x.device) if needs_dw else dx
         dw = torch.empty(weight.shape, dtype=weight.dtype, device=x.device) if needs_dw else None

@@ -80,7 +80,6 @@ EXPERIMENT = {
             "outside": "1",
             "accepted": "",
             "reason": "",
-            "ms_per_step": "ms",
         },
     },
     "data": ["snippets/precision/data/tokens.npy.xz"],
@@ -304,7 +303,6 @@ def measure(
                 "run": name,
                 "kind": kind,
                 **verdict(r.losses, baseline, nudged, window),
-                "ms_per_step": r.seconds / steps * 1e3,
             }
             for name, kind, _, r in runs
             if kind != "baseline"

@@ -126,7 +126,7 @@ def check(
     dtype, reason = _mode(fn, op, main_setup(setups)[0], device)
     if dtype == torch.float32:
         verdict.notes.append(
-            f"该核函数不能以 fp64 计算({reason}),改在 fp32 下判:误差 / 同精度参考的误差,"
+            f"该核函数不能以 fp64 计算（{reason}），改在 fp32 下判：误差 / 同精度参考的误差，"
             f"max ≤ {judge.MAX_RATIO:g},rms ≤ {judge.RMS_RATIO:g};gradcheck 不适用"
         )
 
@@ -148,7 +148,7 @@ def check(
 
     for s in setups:
         if len(verdict.failed) >= MOST_FAILURES:
-            verdict.notes.append("失败已足够多,其余输入未再检查")
+            verdict.notes.append("失败已足够多，其余输入未再检查")
             break
         case = build(op, s, dtype, device)
         p = judge.prepare(case)
@@ -164,7 +164,7 @@ def check(
         ok, verdict.gradcheck = gradcheck(fn, op, device)
         verdict.findings.append(Finding("gradcheck", ok, verdict.gradcheck.splitlines()[1][:200], str(op.small)))
     elif dtype == torch.float64:
-        verdict.notes.append("声明了改写保存的张量,gradcheck(多次反向)不适用")
+        verdict.notes.append("声明了改写保存的张量，gradcheck（多次反向）不适用")
 
     if structure:
         found, more = structural(fn, op, setups, dtype, device, bad_of(findings_of), allow,
@@ -196,7 +196,7 @@ def _ratio_finding(s: judge.Stat, case: Case, dtype: str) -> Finding:
     text = s.why or f"{s.name}({dtype}):误差为同精度参考的 max {s.max_ratio:.2f}×、rms {s.rms_ratio:.2f}×"
     by_max = over_max >= over_rms or not s.rms_judged
     value, limit = (s.max_ratio, judge.MAX_RATIO) if by_max else (s.rms_ratio, s.rms_limit)
-    return Finding(f"{s.name} 误差比({dtype})", s.ok, text, f"{case.setup}", value, limit)
+    return Finding(f"{s.name} 误差比（{dtype}）", s.ok, text, f"{case.setup}", value, limit)
 
 
 def _mode(fn: Callable[..., Any], op: Op, setup: Setup, device: torch.device) -> tuple[torch.dtype, str]:
@@ -229,4 +229,4 @@ def _mode(fn: Callable[..., Any], op: Op, setup: Setup, device: torch.device) ->
         want, got = ref[n] - t.items()[n], new[n] - named(r)[n]
         if (got - want).square().sum() < 0.01 * want.square().sum():
             return torch.float64, ""
-    return torch.float32, f"fp64 输入的误差为 {max(rel for _, rel in errors.values()):.0e},是 fp32 的量级"
+    return torch.float32, f"fp64 输入的误差为 {max(rel for _, rel in errors.values()):.0e}，是 fp32 的量级"

@@ -61,7 +61,7 @@ def check(
     setups = [judge_seed(s, seed) if seed else s for s in op.plan(2, level)]
     if level == "tiny" and torch.bfloat16 in dtypes:
         dtypes = [d for d in dtypes if d != torch.bfloat16]
-        verdict.notes.append("Triton 的 CPU 解释器对 bf16 截断存储,bf16 部分未查;请在 GPU 上重跑")
+        verdict.notes.append("Triton 的 CPU 解释器对 bf16 截断存储，bf16 部分未查；请在 GPU 上重跑")
 
     for dtype in dtypes:
         name = NAMES.get(dtype, str(dtype))
@@ -79,7 +79,7 @@ def check(
 
         for s in setups:
             if failures >= MOST_FAILURES:
-                verdict.notes.append(f"{name}:失败已足够多,其余输入未再检查")
+                verdict.notes.append(f"{name}:失败已足够多，其余输入未再检查")
                 break
             case = build(op, s, dtype, device)
             p = judge.prepare(case)

@@ -116,12 +116,12 @@ def judge(
     # The deviation of a seed's whole mean: what a change of seed moves.
     by_seed = statistics.stdev([statistics.fmean(windows(c, size)) for c in seeds])
     limit = max(3 * error, DRIFT * by_seed, 1e-3 * abs(statistics.fmean(mean)))
-    v.findings.append(Finding("配对差的漂移", abs(drift) <= limit, f"平均差 {drift:+.1e},限 {limit:.1e}", "", abs(drift), limit))
+    v.findings.append(Finding("配对差的漂移", abs(drift) <= limit, f"平均差 {drift:+.1e}，限 {limit:.1e}", "", abs(drift), limit))
 
     outside = [i for i, (x, m, s) in enumerate(zip(windows(candidate, size), mean, sigma, strict=True))
                if abs(x - m) > SIGMA * s + 1e-3 * abs(m)]  # fmt: skip
     allowed = math.floor(OUTSIDE * len(mean))
-    where = f",从第 {outside[0] * size} 步起" if outside else ""
+    where = f"，从第 {outside[0] * size} 步起" if outside else ""
     v.findings.append(
         Finding("种子带", len(outside) <= allowed, f"{len(outside)}/{len(mean)} 个窗口在均值 ± {SIGMA:g}σ 之外{where}",
                 "", float(len(outside)), float(allowed))

@@ -253,9 +253,9 @@ def compare(name: str, got: Tensor, base: Tensor, t: Truth, case: Case, max_limi
     good = torch.isfinite(want) & torch.isfinite(b)
     bad = int((good & ~torch.isfinite(g)).sum())
     if bad:
-        return Stat(name, math.inf, math.inf, rms_limit, 0.0, False, f"{bad}/{n} 个元素是 NaN 或 inf,参考实现处处有限")
+        return Stat(name, math.inf, math.inf, rms_limit, 0.0, False, f"{bad}/{n} 个元素是 NaN 或 inf，参考实现处处有限")
     if not bool(good.any()):
-        return Stat(name, 0.0, 0.0, rms_limit, 1.0, True, "参考实现本身溢出,不判")
+        return Stat(name, 0.0, 0.0, rms_limit, 1.0, True, "参考实现本身溢出，不判")
     if not bool(good.all()):
         # Where the baseline overflows, nothing is known about what a correct kernel gives.
         want, g, b = want[good], g[good], b[good]
@@ -302,14 +302,14 @@ def form(r: Run, base: Run, case: Case, *, strict: bool) -> list[str]:
     """
     out = []
     if len(r.outputs) != len(base.outputs):
-        return [f"返回 {len(r.outputs)} 个张量,参考返回 {len(base.outputs)} 个"]
+        return [f"返回 {len(r.outputs)} 个张量，参考返回 {len(base.outputs)} 个"]
     for i, (a, b) in enumerate(zip(r.outputs, base.outputs, strict=True)):
         if a.shape != b.shape:
-            out.append(f"输出 {i} 形状 {tuple(a.shape)},参考 {tuple(b.shape)}")
+            out.append(f"输出 {i} 形状 {tuple(a.shape)}，参考 {tuple(b.shape)}")
         if a.dtype != b.dtype and (strict or a.dtype != case.dtype):
-            out.append(f"输出 {i} 的 dtype 是 {a.dtype},参考是 {b.dtype}")
+            out.append(f"输出 {i} 的 dtype 是 {a.dtype}，参考是 {b.dtype}")
         if a.device != b.device:
-            out.append(f"输出 {i} 在 {a.device},参考在 {b.device}")
+            out.append(f"输出 {i} 在 {a.device}，参考在 {b.device}")
     for n, g in r.grads.items():
         want = base.grads.get(n)
         if g is None and want is not None:

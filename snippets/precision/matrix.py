@@ -27,12 +27,12 @@ from snippets import qwen3
 from snippets.measure import MeasureError, Tables, cli, device, progress, seeded
 from snippets.precision import corpus, gate1, gate2, gate3
 from snippets.precision.cases import OPS, adapt
-from snippets.precision.controls import Control, all_controls
+from snippets.precision.controls import Control, all_controls, public_faults
 from snippets.precision.judge import Finding, Verdict, forget
 from snippets.precision.mutants import MUTANTS, Mutant
 
 EXPERIMENT = {
-    "title": "变异 × 关卡:每个故意写错的核函数被哪一关拒绝",
+    "title": "变异 × 关卡：每个故意写错的核函数被哪一关拒绝",
     "needs": "cuda",
     "memory_gib": 40,
     "minutes": 4,
@@ -222,7 +222,7 @@ def measure(
         "matrix", one row per kernel, and "summary", counts per kind.
     """
     dev = device()
-    entries: list[Mutant | Control] = [*MUTANTS, *(all_controls() if controls else [])]
+    entries: list[Mutant | Control] = [*MUTANTS, *public_faults(), *(all_controls() if controls else [])]
     unknown = (set(only) | set(trained)) - {e.id for e in entries}
     if unknown:
         raise MeasureError(f"unknown mutants or controls: {', '.join(sorted(unknown))}")

@@ -61,12 +61,12 @@ def rms_eps_outside(x, w, eps):
     return s.rms(x, w, eps, rstd=rstd, dx=dx)
 
 
-@mutant("rms_norm", "gate1", "忽略 eps 参数,写死 1e-6")
+@mutant("rms_norm", "gate1", "忽略 eps 参数，写死 1e-6")
 def rms_eps_ignored(x, w, eps):
     return s.rms(x, w, 1e-6)
 
 
-@mutant("rms_norm", "gate1", "均值除以补齐后的块宽,而非真实宽度")
+@mutant("rms_norm", "gate1", "均值除以补齐后的块宽，而非真实宽度")
 def rms_padded_mean(x, w, eps):
     def rstd(x, eps):
         c = x.to(compute_dtype(x))
@@ -76,12 +76,12 @@ def rms_padded_mean(x, w, eps):
     return s.rms(x, w, eps, rstd=rstd)
 
 
-@mutant("rms_norm", "gate2", "平方和不升精度,在 bf16 里算")
+@mutant("rms_norm", "gate2", "平方和不升精度，在 bf16 里算")
 def rms_square_in_storage_dtype(x, w, eps):
     return s.rms(x, w, eps, rstd=lambda x, e: torch.rsqrt(x.square().mean(-1, keepdim=True) + e).to(compute_dtype(x)))
 
 
-@mutant("rms_norm", "gate2", "rstd 缓冲区是 bf16(fp64 构建除外)", "Liger casting_mode none 的同类")
+@mutant("rms_norm", "gate2", "rstd 缓冲区是 bf16（fp64 构建除外）", "Liger casting_mode none 的同类")
 def rms_rstd_bf16(x, w, eps):
     def rstd(x, eps):
         r = s.rms_rstd(x, eps)
@@ -100,12 +100,12 @@ def rms_dw_drops_tail(x, w, eps):
     return s.rms(x, w, eps, dw=lambda t: t[: t.shape[0] // 16 * 16].sum(0))
 
 
-@mutant("rms_norm", "gate1", "dW 每块覆盖写,而非累加")
+@mutant("rms_norm", "gate1", "dW 每块覆盖写，而非累加")
 def rms_dw_overwritten(x, w, eps):
     return s.rms(x, w, eps, dw=lambda t: t[(t.shape[0] - 1) // 16 * 16 :].sum(0))
 
 
-@mutant("rms_norm", "gate1", "行掩码差一:最后一行没有输出")
+@mutant("rms_norm", "gate1", "行掩码差一：最后一行没有输出")
 def rms_last_row_missing(x, w, eps):
     def out(x, w, r):
         y = s.rms_apply(x, w, r).reshape(-1, x.shape[-1]).clone()
@@ -115,7 +115,7 @@ def rms_last_row_missing(x, w, eps):
     return s.rms(x, w, eps, out=out)
 
 
-@mutant("rms_norm", "gate1", "输出列尾未写(torch.empty 的残留)", "wafer.ai 的残留内存一例")
+@mutant("rms_norm", "gate1", "输出列尾未写（torch.empty 的残留）", "wafer.ai 的残留内存一例")
 def rms_tail_uninitialised(x, w, eps):
     def out(x, w, r):
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -136,12 +136,12 @@ def rms_grid_overflow(x, w, eps):
     return s.rms(x, w, eps, out=out)
 
 
-@mutant("rms_norm", "gate1", "dX 缺第二项(归一化对 x 的依赖)")
+@mutant("rms_norm", "gate1", "dX 缺第二项（归一化对 x 的依赖）")
 def rms_dx_missing_term(x, w, eps):
     return s.rms(x, w, eps, dx=lambda x, w, r, dy: (dy.to(r.dtype) * w.to(r.dtype) * r).to(x.dtype))
 
 
-@mutant("rms_norm", "gate1", "rstd 存在模块级缓存,被下一次前向覆盖")
+@mutant("rms_norm", "gate1", "rstd 存在模块级缓存，被下一次前向覆盖")
 def rms_stale_rstd(x, w, eps):
     def fwd(x, w):
         _LAST["rstd"] = s.rms_rstd(x, eps)
@@ -157,7 +157,7 @@ def rms_stale_rstd(x, w, eps):
 _LAST: dict[str, Tensor] = {}
 
 
-@mutant("rms_norm", "gate1", "结果按地址与形状缓存,换数据不重算")
+@mutant("rms_norm", "gate1", "结果按地址与形状缓存，换数据不重算")
 def rms_cached_by_address(x, w, eps):
     key = (x.data_ptr(), tuple(x.shape), x.dtype)
     if _BY_ADDRESS.get("key") != key:
@@ -184,7 +184,7 @@ def rms_dy_assumed_contiguous(x, w, eps):
     return s.explicit(fwd, bwd, x, w)
 
 
-@mutant("rms_norm", "gate1", "dX 写进 dy 的存储,残差支路读到坏值", "Liger #1305 的同类")
+@mutant("rms_norm", "gate1", "dX 写进 dy 的存储，残差支路读到坏值", "Liger #1305 的同类")
 def rms_writes_into_dy(x, w, eps):
     def dx(x, w, r, dy):
         return dy.copy_(s.rms_dx(x, w, r, dy)) if dy.is_contiguous() else s.rms_dx(x, w, r, dy)
@@ -233,7 +233,7 @@ def swiglu_gelu(gate, up):
     return F.gelu(gate, approximate="tanh") * up
 
 
-@mutant("swiglu", "gate1", "梯度就地写进保存的张量,第二次反向出错", "Liger SwiGLU 的做法,未声明时")
+@mutant("swiglu", "gate1", "梯度就地写进保存的张量，第二次反向出错", "Liger SwiGLU 的做法，未声明时")
 def swiglu_overwrites_saved(gate, up):
     def grads(g, u, d):
         dg, du = s.swiglu_grads(g, u, d)
@@ -245,7 +245,7 @@ def swiglu_overwrites_saved(gate, up):
     return s.swiglu(gate, up, grads=grads)
 
 
-@mutant("swiglu", "gate2", "σ 以 bf16 保存供反向使用(fp64 构建除外)")
+@mutant("swiglu", "gate2", "σ 以 bf16 保存供反向使用（fp64 构建除外）")
 def swiglu_sigmoid_bf16(gate, up):
     def grads(g, u, d):
         c = compute_dtype(g)
@@ -257,7 +257,7 @@ def swiglu_sigmoid_bf16(gate, up):
     return s.swiglu(gate, up, grads=grads)
 
 
-@mutant("swiglu", "gate2", "快速 exp 在 |x| 大时溢出:e^x/(1+e^x)")
+@mutant("swiglu", "gate2", "快速 exp 在 |x| 大时溢出：e^x/(1+e^x)")
 def swiglu_overflowing_sigmoid(gate, up):
     def out(g, u):
         c = compute_dtype(g)
@@ -275,7 +275,7 @@ def rope_backward_sign(q, k, cos, sin):
     return s.rope(q, k, cos, sin, back=lambda dys, co, si: [s.rotate(d, co, si) for d in dys])
 
 
-@mutant("rope", "gate1", "按相邻两维交错旋转,而非前后两半")
+@mutant("rope", "gate1", "按相邻两维交错旋转，而非前后两半")
 def rope_interleaved(q, k, cos, sin):
     def turn(x, cos, sin, sign=1.0):
         half = x.shape[-1] // 2
@@ -286,7 +286,7 @@ def rope_interleaved(q, k, cos, sin):
     return s.rope(q, k, cos, sin, turn=turn)
 
 
-@mutant("rope", "gate1", "忽略 cos/sin 的批下标,总用第 0 行", "Liger #477")
+@mutant("rope", "gate1", "忽略 cos/sin 的批下标，总用第 0 行", "Liger #477")
 def rope_ignores_batch(q, k, cos, sin):
     return s.rope(q, k, cos[:1], sin[:1])
 
@@ -296,7 +296,7 @@ def rope_dk_not_rotated(q, k, cos, sin):
     return s.rope(q, k, cos, sin, back=lambda dys, co, si: [s.rotate(dys[0], co, si, -1.0), dys[1]])
 
 
-@mutant("rope", "gate2", "cos/sin 先舍入到 bf16(fp64 构建除外)")
+@mutant("rope", "gate2", "cos/sin 先舍入到 bf16（fp64 构建除外）")
 def rope_tables_bf16(q, k, cos, sin):
     if q.dtype != torch.float64:
         cos, sin = (t.bfloat16().to(t.dtype) for t in (cos, sin))
@@ -306,7 +306,7 @@ def rope_tables_bf16(q, k, cos, sin):
 # ------------------------------------------------------------------------- cross entropy
 
 
-@mutant("cross_entropy", "gate1", "分母是全部 token,而非有效 token")
+@mutant("cross_entropy", "gate1", "分母是全部 token，而非有效 token")
 def ce_mean_over_all(logits, labels, ignore_index=-100, num_items_in_batch=None):
     return s.cross_entropy(logits, labels, ignore_index, num_items_in_batch,
                            count=lambda keep, n: keep.numel() if n is None else n)  # fmt: skip
@@ -323,7 +323,7 @@ def ce_no_max(logits, labels, ignore_index=-100, num_items_in_batch=None):
                            lse=lambda z: torch.exp(z).sum(-1, keepdim=True).log())  # fmt: skip
 
 
-@mutant("cross_entropy", "gate1", "反向不乘上游梯度(假定为 1)")
+@mutant("cross_entropy", "gate1", "反向不乘上游梯度（假定为 1）")
 def ce_ignores_grad_output(logits, labels, ignore_index=-100, num_items_in_batch=None):
     return s.cross_entropy(logits, labels, ignore_index, num_items_in_batch, scale=torch.ones_like)
 
@@ -338,7 +338,7 @@ def ce_fixed_ignore_index(logits, labels, ignore_index=-100, num_items_in_batch=
     return s.cross_entropy(logits, labels, -100, num_items_in_batch)
 
 
-@mutant("cross_entropy", "gate1", "num_items_in_batch 被忽略(梯度累积时等于均值的均值)", "HF #34191")
+@mutant("cross_entropy", "gate1", "num_items_in_batch 被忽略（梯度累积时等于均值的均值）", "HF #34191")
 def ce_ignores_num_items(logits, labels, ignore_index=-100, num_items_in_batch=None):
     return s.cross_entropy(logits, labels, ignore_index, None)
 
@@ -352,7 +352,7 @@ def ce_vocab_tail_no_grad(logits, labels, ignore_index=-100, num_items_in_batch=
     return s.cross_entropy(logits, labels, ignore_index, num_items_in_batch, finish=finish)
 
 
-@mutant("cross_entropy", "gate2", "lse 以 bf16 保存供反向使用(fp64 构建除外)")
+@mutant("cross_entropy", "gate2", "lse 以 bf16 保存供反向使用（fp64 构建除外）")
 def ce_lse_bf16(logits, labels, ignore_index=-100, num_items_in_batch=None):
     def lse(z):
         v = s.lse(z)
@@ -361,12 +361,12 @@ def ce_lse_bf16(logits, labels, ignore_index=-100, num_items_in_batch=None):
     return s.cross_entropy(logits, labels, ignore_index, num_items_in_batch, lse=lse)
 
 
-@mutant("causal_lm_loss", "gate1", "标签没有错位:位置 t 预测它自己")
+@mutant("causal_lm_loss", "gate1", "标签没有错位：位置 t 预测它自己")
 def loss_without_shift(logits, labels):
     return references.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
 
 
-@mutant("causal_lm_loss", "gate1", "标签多错一位:位置 t 预测 t+2")
+@mutant("causal_lm_loss", "gate1", "标签多错一位：位置 t 预测 t+2")
 def loss_shifted_twice(logits, labels):
     y = F.pad(labels, (0, 2), value=-100)[..., 2:]
     return references.cross_entropy(logits.reshape(-1, logits.shape[-1]), y.reshape(-1))

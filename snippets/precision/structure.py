@@ -107,9 +107,9 @@ def structural(
 
     def overwritten(name: str, key: str, what: str, found: bool) -> None:
         if found and key in allow:
-            notes.append(f"声明过的就地复用:{what}")
+            notes.append(f"声明过的就地复用：{what}")
             found = False
-        hint = f";若是有意的就地复用,用 --allow-overwrite {key} 声明"
+        hint = f";若是有意的就地复用，用 --allow-overwrite {key} 声明"
         findings.append(Finding(name, not found, f"{what}{hint}" if found else "未被改写", f"{setup}"))
 
     # 1. Nothing that belongs to the caller changes.
@@ -117,14 +117,14 @@ def structural(
     try:
         run(fn, case)
         torch.cuda.synchronize() if device.type == "cuda" else None
-        overwritten("输入不被改写", "inputs", "前向或反向改写了输入(或写到了它的边界之外)", any(p.changed() for p in case.inputs))
+        overwritten("输入不被改写", "inputs", "前向或反向改写了输入（或写到了它的边界之外）", any(p.changed() for p in case.inputs))
         overwritten("dy 不被改写", "grad_output", "反向改写了传入的梯度 dy", any(p.changed() for p in case.dys))
     except Exception as e:  # noqa: BLE001
         findings.append(Finding("前向与反向能跑", False, describe(e), f"{setup}"))
         return findings, notes
 
     if not numbers:
-        notes.append("数值已错,其余结构检查略去")
+        notes.append("数值已错，其余结构检查略去")
         return findings, notes
 
     # 2. The graph survives its first backward (retain_graph, checkpointing, two consumers).
@@ -132,10 +132,10 @@ def structural(
     two = run(fn, case, twice=True)
     why = bad(case, Run(two.outputs, two.again or {}), fresh())
     if why is not None and "saved" in allow:
-        notes.append("声明过的就地复用:第二次反向的结果不同(保存的张量已被改写)")
+        notes.append("声明过的就地复用：第二次反向的结果不同（保存的张量已被改写）")
         why = None
     findings.append(Finding("两次反向结果相同", why is None, "retain_graph 后再次反向仍然正确" if why is None else
-                            f"第二次反向错误,保存的张量被改写?{why};若是有意的,用 --allow-overwrite saved 声明", f"{setup}"))  # fmt: skip
+                            f"第二次反向错误，保存的张量被改写?{why};若是有意的，用 --allow-overwrite saved 声明", f"{setup}"))  # fmt: skip
 
     # 3. Memory: nothing uninitialised is read, nothing outside is written.
     def poisoned() -> str | None:
@@ -146,13 +146,13 @@ def structural(
                 r = run(fn, case)
         except Exception as e:  # noqa: BLE001
             # A compiled function may refuse to run under a dispatch mode: no fault of its numbers.
-            notes.append(f"毒化分配器下无法运行,该项未查:{describe(e)}")
+            notes.append(f"毒化分配器下无法运行，该项未查：{describe(e)}")
             return None
         if not mode.guards_intact():
-            return "写到了自己申请的显存/内存边界之外(护栏中的 NaN 被改写)"
+            return "写到了自己申请的显存/内存边界之外（护栏中的 NaN 被改写）"
         return bad(case, r, fresh())
 
-    check("输出写满、不越界", "新申请的内存预填 NaN,结果不变", poisoned)
+    check("输出写满、不越界", "新申请的内存预填 NaN，结果不变", poisoned)
 
     # 4. No memory of earlier calls.
     def repeated() -> str | None:
@@ -165,7 +165,7 @@ def structural(
                 continue
             first = tensors
             if why := bad(case, r, fresh()):
-                return f"重复调用时出错(竞争或残留状态):{why}"
+                return f"重复调用时出错（竞争或残留状态）:{why}"
         return None
 
     def same_address() -> str | None:
@@ -174,13 +174,13 @@ def structural(
         for p, q in zip(case.inputs + case.dys, new.inputs + new.dys, strict=True):
             p.refill(q.tensor)
         why = bad(new, run(fn, case), fresh(1))
-        return why and f"同一地址换了数据,结果却不对(按地址缓存?):{why}"
+        return why and f"同一地址换了数据，结果却不对（按地址缓存?）:{why}"
 
     def after_other_shape() -> str | None:
         run(fn, fresh(s=other))
         case = fresh()
         why = bad(case, run(fn, case), fresh())
-        return why and f"先以另一形状({other})调用后出错:{why}"
+        return why and f"先以另一形状（{other}）调用后出错：{why}"
 
     def interleaved() -> str | None:
         first, second = fresh(), fresh(1)
@@ -193,7 +193,7 @@ def structural(
             gs = torch.autograd.grad(outs, want, [p.tensor.to(o.dtype) for p, o in zip(case.dys, outs, strict=True)], allow_unused=True)
             r = Run(tuple(o.detach() for o in outs), dict(zip([a.name for a in op.args if a.grad], gs, strict=True)))
             if why := bad(case, r, fresh(i)):
-                return f"两次前向之后再分别反向时出错(模块级缓存被覆盖?):{why}"
+                return f"两次前向之后再分别反向时出错（模块级缓存被覆盖?）:{why}"
         return None
 
     def side_stream() -> str | None:
@@ -211,14 +211,14 @@ def structural(
             r = run(fn, case)
         stream.synchronize()
         why = bad(case, r, fresh())
-        return why and f"在非默认流上出错(核函数启动在了别的流上?):{why}"
+        return why and f"在非默认流上出错（核函数启动在了别的流上?）:{why}"
 
     check("重复调用一致", "多次调用都正确", repeated)
     if device.type == "cuda":
         check("非默认流", "在另一条流上结果不变", side_stream)
     check("同址换数据", "同一地址的新数据得到新结果", same_address)
     check("不受先前形状影响", "换形状后结果不变", after_other_shape)
-    check("前向交错", "两次前向后分别反向,各自正确", interleaved)
+    check("前向交错", "两次前向后分别反向，各自正确", interleaved)
 
     # 5. Partial use of the graph.
     def partial() -> str | None:
@@ -226,7 +226,7 @@ def structural(
             if arg.grad:
                 case = fresh()
                 if why := bad(case, run(fn, case, wrt=[arg.name]), fresh()):
-                    return f"只有 {arg.name} 需要梯度时出错:{why}"
+                    return f"只有 {arg.name} 需要梯度时出错：{why}"
         return None
 
     def first_output() -> str | None:
@@ -246,14 +246,14 @@ def structural(
             p.refill(torch.zeros_like(p.tensor))
         r = Run(tuple(o.detach() for o in outs), dict(zip([a.name for a in op.args if a.grad], gs, strict=True)))
         why = bad(case, r, pristine)
-        return why and f"只用第一个输出时出错:{why}"
+        return why and f"只用第一个输出时出错：{why}"
 
     def no_grad() -> str | None:
         case = fresh()
         with torch.no_grad():
             outs = as_tuple(fn(*case.tensors, **case.call_options))
         why = bad(case, Run(tuple(o.clone() for o in outs), {}), fresh())
-        return why and f"no_grad 下前向出错:{why}"
+        return why and f"no_grad 下前向出错：{why}"
 
     check("部分参数需要梯度", "每个参数单独需要梯度时都正确", partial)
     check("只用部分输出", "未使用的输出不影响梯度", first_output)

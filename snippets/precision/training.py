@@ -77,8 +77,6 @@ EXPERIMENT = {
             "paired_first": "nat",
             "paired_mean": "nat",
             "paired_max_abs": "nat",
-            "ms_per_step": "ms",
-            "seconds": "s",
             "peak_gib": "GiB",
             "weights": "",
         },
@@ -272,8 +270,6 @@ def summary_rows(runs: dict[str, Run], reference: str, source: str) -> list[dict
                 "paired_first": finite(paired[0]),
                 "paired_mean": finite(paired.mean()),
                 "paired_max_abs": finite(paired.abs().max()),
-                "ms_per_step": run.seconds / len(run.losses) * 1e3,
-                "seconds": run.seconds,
                 "peak_gib": run.peak_gib,
                 "weights": source,
             }

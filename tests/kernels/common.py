@@ -17,7 +17,7 @@ def gradients_for(outputs):
     yield "strided", [torch.randn((*o.shape, 2), dtype=o.dtype, device=o.device)[..., 1] for o in outputs]
     yield (
         "transposed",
-        [torch.randn(o.shape[::-1], dtype=o.dtype, device=o.device).permute(*range(o.dim())[::-1]) for o in outputs],
+        [torch.randn(o.shape[::-1], dtype=o.dtype, device=o.device).permute(list(range(o.dim()))[::-1]) for o in outputs],
     )
 
 

@@ -108,7 +108,7 @@ def test_impossible_label_is_nan_not_a_wrong_number(label):
 
 
 def test_gradcheck():
-    logits, labels = inputs(5, 37, torch.float64)
+    logits, labels = inputs(3, 7, torch.float64)
     assert gradcheck(lambda t: cross_entropy(t, labels), logits)
     assert gradcheck(lambda t: cross_entropy(t, labels, num_items_in_batch=3), logits)
 

@@ -1,4 +1,5 @@
 import copy
+import importlib
 
 import pytest
 import torch
@@ -7,6 +8,8 @@ from transformers.models.qwen3 import modeling_qwen3
 from snippets import qwen3
 from snippets.kernels import Patch, causal_lm_loss, patch
 from tests.kernels.common import DEVICE
+
+CLASSES = ("Qwen3RMSNorm", "Qwen3MLP", "Qwen3Attention")
 
 
 @pytest.fixture
@@ -50,8 +53,7 @@ def test_same_logits_loss_and_gradients(model):
 
 def test_every_module_runs_the_kernels(model, monkeypatch):
     """Count the calls: a patch that reaches only some modules leaves the results right, and is useless."""
-    from snippets.kernels import patch as module
-
+    module = importlib.import_module("snippets.kernels.patch")
     calls = []
     for name in ("rms_norm", "swiglu", "rope"):
         original = getattr(module, name)
@@ -95,11 +97,11 @@ def test_off_restores_the_objects_exactly(model):
 def test_another_model_and_transformers_stay_untouched(model):
     other = copy.deepcopy(model)
     original = modeling_qwen3.apply_rotary_pos_emb
+    methods = {n: vars(getattr(modeling_qwen3, n))["forward"] for n in CLASSES}
     with patch(model):
         assert modeling_qwen3.apply_rotary_pos_emb is original
+        assert methods == {n: vars(getattr(modeling_qwen3, n))["forward"] for n in CLASSES}
         assert not any("forward" in vars(m) for m in other.modules())
-        assert "forward" not in vars(modeling_qwen3.Qwen3Attention).keys() - {"forward"}
-        assert torch.equal(run(other)["logits"], run(copy.deepcopy(other))["logits"])
 
 
 def test_off_after_an_exception(model):
