@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from snippets.kernels.common import accumulate_dtype, as_rows, check_tensors, compute_dtype, on
 
-# Launch parameters, found with `python -m snippets.kernels.tune` (H200).
+# Launch parameters; `python -m snippets.kernels.tune` tries others on the GPU at hand.
 #   bytes: of one row's logits that a program loads per step
 CONFIG = {
     "forward": {"bytes": 8192, "warps": 8},

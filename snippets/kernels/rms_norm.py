@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from snippets.kernels.common import accumulate_dtype, as_rows, check_tensors, check_width, compute_dtype, on, processors
 
-# Launch parameters, found with `python -m snippets.kernels.tune` (H200).
+# Launch parameters; `python -m snippets.kernels.tune` tries others on the GPU at hand.
 #   elements: numbers that one program holds at a time; short rows are packed until it is reached
 #   warps: for `elements` numbers; wider rows get more, up to 32
 #   waves: programs per multiprocessor of the persistent backward

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from snippets.kernels.common import check_tensors, check_width, compute_dtype, on
 
-# Launch parameters, found with `python -m snippets.kernels.tune` (H200).
+# Launch parameters; `python -m snippets.kernels.tune` tries others on the GPU at hand.
 #   elements: numbers per half-tile; it sets how many heads are turned at a time
 CONFIG = {
     "forward": {"elements": 2048, "warps": 2},

@@ -110,9 +110,7 @@ def run(
     outs = as_tuple(fn(*leaves, **case.call_options))
     live = [(o, g) for o, g in zip(outs, dys, strict=False) if o.requires_grad]
     kept = tuple(o.detach().clone() if clone else o.detach() for o in outs)
-    if len(outs) != len(dys):
-        return Run(kept, dict.fromkeys(wanted))
-    if not live:
+    if not live or [o.shape for o in outs] != [g.shape for g in dys]:
         return Run(kept, dict.fromkeys(wanted))
 
     def backward(retain: bool) -> dict[str, Tensor | None]:
@@ -310,6 +308,8 @@ def form(r: Run, base: Run, case: Case, *, strict: bool) -> list[str]:
             out.append(f"输出 {i} 的 dtype 是 {a.dtype}，参考是 {b.dtype}")
         if a.device != b.device:
             out.append(f"输出 {i} 在 {a.device}，参考在 {b.device}")
+    if out:
+        return out  # nothing was differentiated then
     for n, g in r.grads.items():
         want = base.grads.get(n)
         if g is None and want is not None:
