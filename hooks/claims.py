@@ -3,7 +3,7 @@
     - id: rms-norm-forward-bandwidth
       page: precision-alignment.md
       text: RMSNorm 前向达到拷贝带宽的 90% 以上
-      source: spec                      # "spec" or a URL
+      source: spec                      # "spec", "project" (a target of our own) or a URL
       expr: one("kernels.bench", "speed", kernel="rms_norm", impl="ours").ratio
       accept: [0.9, null]               # closed band; null = no bound on that side
 
@@ -138,8 +138,8 @@ def _faults(item: Any, root: Path) -> list[str]:
         out.append("the id must consist of a-z, 0-9 and '-', because it becomes an anchor")
     if not (root / "docs" / item["page"]).is_file():
         out.append(f"page {item['page']!r} does not exist in docs/")
-    if item["source"] != "spec" and not re.match(r"https?://", item["source"]):
-        out.append(f"source {item['source']!r} must be 'spec' or a URL")
+    if item["source"] not in ("spec", "project") and not re.match(r"https?://", item["source"]):
+        out.append(f"source {item['source']!r} must be 'spec', 'project' or a URL")
     band = item["accept"]
     numbers = [v for v in band if v is not None] if isinstance(band, list) and len(band) == 2 else []
     if not numbers or any(isinstance(v, bool) or not isinstance(v, (int, float)) or v - v != 0 for v in numbers):

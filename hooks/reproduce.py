@@ -149,6 +149,6 @@ def claims(states: Sequence[ledger.State]) -> str:
     for page in {r["page"] for r in rows}:
         link = "../" if page == "index.md" else f"../{page.removesuffix('.md')}/"
         html = html.replace(f"<td>{escape(page)}</td>", f'<td><a href="{escape(link)}">{escape(page.removesuffix(".md"))}</a></td>')
-    for source in {r["source"] for r in rows if r["source"] != "spec"}:
+    for source in {r["source"] for r in rows if r["source"] not in ("spec", "project")}:
         html = html.replace(f"<td>{escape(source)}</td>", f'<td><a href="{escape(source)}">来源</a></td>')
-    return html.replace("<td>spec</td>", "<td>选题说明</td>")
+    return html.replace("<td>spec</td>", "<td>选题说明</td>").replace("<td>project</td>", "<td>本项目的目标</td>")

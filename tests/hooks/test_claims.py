@@ -46,7 +46,7 @@ def test_a_good_claim_is_read(root):
         ({"expect": 1}, "unknown keys expect"),
         ({"id": "Bad Id"}, "a-z"),
         ({"page": "nope.md"}, "does not exist"),
-        ({"source": "my head"}, "'spec' or a URL"),
+        ({"source": "my head"}, "'spec', 'project' or a URL"),
         ({"text": ""}, "text must be text"),
         ({"accept": [1]}, "[low, high]"),
         ({"accept": [2, 1]}, "low is above high"),
