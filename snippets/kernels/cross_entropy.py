@@ -26,8 +26,8 @@ from snippets.kernels.common import accumulate_dtype, as_rows, check_tensors, co
 # Launch parameters; `python -m snippets.kernels.tune` tries others on the GPU at hand.
 #   bytes: of one row's logits that a program loads per step
 CONFIG = {
-    "forward": {"bytes": 8192, "warps": 8},
-    "backward": {"bytes": 8192, "warps": 8},
+    "forward": {"bytes": 16384, "warps": 16},
+    "backward": {"bytes": 32768, "warps": 16},
     "reduce": {"rows": 4096, "warps": 16},
 }
 

@@ -29,12 +29,12 @@ from snippets.kernels.common import accumulate_dtype, as_rows, check_tensors, ch
 #   columns: least width of a program of the second stage (16 numbers of fp32 are two memory sectors)
 #   "narrow" applies to rows of at most NARROW numbers, that is to q_norm and k_norm
 NARROW = 512
-SHARED_BYTES = 96 << 10  # per program: two programs fit the 227 KiB of a Hopper multiprocessor
+SHARED_BYTES = 192 << 10  # of one multiprocessor, for loads ahead; Hopper has 227 KiB, reductions need some too
 CONFIG = {
     "forward": {"elements": 4096, "warps": 8},
-    "forward_narrow": {"elements": 4096, "warps": 4},
-    "backward": {"elements": 4096, "warps": 8, "waves": 2, "stages": 2},
-    "backward_narrow": {"elements": 2048, "warps": 4, "waves": 8, "stages": 1},
+    "forward_narrow": {"elements": 1024, "warps": 2},
+    "backward": {"elements": 8192, "warps": 16, "waves": 1, "stages": 3},
+    "backward_narrow": {"elements": 8192, "warps": 8, "waves": 2, "stages": 1},
     "reduce": {"elements": 2048, "columns": 16, "warps": 4},
 }
 
@@ -83,11 +83,13 @@ def _backward(
         x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
         dy = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
 
-        # The row is here anyway: computing rstd again is free and spares a tensor.
-        rstd = tl.rsqrt(tl.sum(x * x, axis=1) / WIDTH + EPS)
-        normed = x * rstd[:, None]
+        # The row is here anyway: computing rstd again is free and spares a tensor. Both sums are
+        # reduced as one pair, so that the program's threads meet at one barrier, not at two.
         wdy = w[None, :] * dy
-        correlation = tl.sum(wdy * x, axis=1) * rstd / WIDTH
+        squares, products = tl.split(tl.sum(tl.join(x * x, wdy * x), axis=1))
+        rstd = tl.rsqrt(squares / WIDTH + EPS)
+        normed = x * rstd[:, None]
+        correlation = products * rstd / WIDTH
         dx = (wdy - normed * correlation[:, None]) * rstd[:, None]
         tl.store(dx_ptr + rows[:, None] * WIDTH + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if NEEDS_DW:
@@ -121,8 +123,9 @@ def _blocks(config: dict, width: int) -> tuple[int, int, int]:
 
 
 def _stages(config: dict, elements: int, itemsize: int) -> int:
-    """Row blocks to load ahead; each waits in shared memory (227 KiB on Hopper), so wide rows get none."""
-    return config["stages"] if 2 * elements * itemsize <= 128 << 10 else 1
+    """Row blocks to load ahead. x and dy of each wait in shared memory; rows too wide for that get none."""
+    needed = config["stages"] * config["waves"] * 2 * elements * itemsize
+    return config["stages"] if needed <= SHARED_BYTES else 1
 
 
 # --8<-- [start:wrapper]
@@ -162,9 +165,6 @@ class RMSNormFunction(torch.autograd.Function):
         config = CONFIG["backward_narrow" if width <= NARROW else "backward"]
         block_rows, block_width, warps = _blocks(config, width)
         programs = min(processors(x.device) * config["waves"], triton.cdiv(n, block_rows))
-        # Loads ahead wait in shared memory (x and dy of every stage). Wide rows would not fit, and need none.
-        fits = config["stages"] * 2 * block_rows * block_width * dy.element_size() <= SHARED_BYTES
-        stages = config["stages"] if fits else 1
         accumulate = accumulate_dtype(dy.dtype)
         partial = torch.empty((programs, width), dtype=accumulate, device=x.device) if needs_dw else dx
         dw = torch.empty(weight.shape, dtype=weight.dtype, device=x.device) if needs_dw else None

@@ -27,8 +27,8 @@ from snippets.kernels.common import check_tensors, check_width, compute_dtype, o
 # Launch parameters; `python -m snippets.kernels.tune` tries others on the GPU at hand.
 #   elements: numbers per half-tile; it sets how many heads are turned at a time
 CONFIG = {
-    "forward": {"elements": 2048, "warps": 2},
-    "backward": {"elements": 2048, "warps": 2},
+    "forward": {"elements": 1024, "warps": 4},
+    "backward": {"elements": 1024, "warps": 4},
 }
 
 

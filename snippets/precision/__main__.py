@@ -27,7 +27,7 @@ from snippets.precision.cases import OPS, UsageError, adapt, generic, lifted, pa
 from snippets.precision.judge import Verdict
 from snippets.precision.structure import OVERWRITES
 
-TITLES = {"gate1": "关卡 1（fp64:公式对不对）", "gate2": "关卡 2（bf16 与 fp32:误差不大于 PyTorch）", "gate3": "关卡 3（训练曲线）"}
+TITLES = {"gate1": "Gate 1（fp64：公式对不对）", "gate2": "Gate 2（bf16 与 fp32：误差不大于 PyTorch）", "gate3": "Gate 3（训练曲线）"}
 SHOWN = 6  # failing findings printed per gate
 
 
@@ -60,13 +60,13 @@ def load(text: str, what: str) -> Callable[..., Any]:
 
 def report(v: Verdict) -> str:
     """A verdict as text for a terminal."""
-    lines = [f"{TITLES[v.gate]}:{'通过' if v.ok else '拒绝'}（{len(v.findings)} 项检查，{len(v.failed)} 项失败）"]
+    lines = [f"{TITLES[v.gate]}：{'通过' if v.ok else '拒绝'}（{len(v.findings)} 项检查，{len(v.failed)} 项失败）"]
     lines += [f"  注：{n}" for n in v.notes]
 
     def shown(f) -> str:
         value = f"  [{f.value:.3g}，限 {f.limit:.3g}]" if f.value is not None and f.limit is not None else ""
         where = f"  于 {f.case}" if f.case else ""
-        return f"{f.check}:{f.text}{value}{where}"
+        return f"{f.check}：{f.text}{value}{where}"
 
     # One line per kind of check: the worst, and how often it failed.
     kinds: dict[str, list] = {}
@@ -131,7 +131,7 @@ def check(args: argparse.Namespace) -> int:
 
     verdicts: list[Verdict] = []
     if not args.json:
-        print(f"核函数 {args.kernel}，算子 {op.name}，设备 {device}")
+        print(f"kernel {args.kernel}，算子 {op.name}，设备 {device}")
     for name, gate in (("1", gate1), ("2", gate2)):
         if args.gate in (name, "all"):
             t = time.perf_counter()
@@ -165,7 +165,7 @@ def losses(args: argparse.Namespace) -> int:
     from snippets.precision import gate3
 
     seeds = [read_curve(p) for p in args.baseline]
-    nudged = read_curve(args.nudged) if args.nudged else None
+    nudged = [read_curve(p) for p in args.nudged or ()]
     try:
         v = gate3.judge(read_curve(args.candidate), seeds[0], seeds, nudged=nudged, window=args.window)
     except ValueError as e:
@@ -189,21 +189,21 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m snippets.precision", description="精度对齐的三个关卡：0 通过，1 拒绝，2 用法错误"
     )
     sub = parser.add_subparsers(dest="command", required=True)
-    c = sub.add_parser("check", help="对一个核函数跑关卡 1、2")
+    c = sub.add_parser("check", help="对一个 kernel 跑 Gate 1、2")
     c.add_argument("--op", help="内置算子名，见 ops")
     c.add_argument("--inputs", help='自定义算子的输入，如 "x[R,H] w:weight[H] labels:int[R]<V"')
-    c.add_argument("--kernel", required=True, metavar="MODULE:CALLABLE", help="被测的核函数：张量进，张量或元组出，梯度经 autograd")
+    c.add_argument("--kernel", required=True, metavar="MODULE:CALLABLE", help="被测的 kernel：张量进，张量或元组出，梯度经 autograd")
     c.add_argument("--reference", metavar="MODULE:CALLABLE", help="PyTorch 参考实现，须能以 fp64 计算")
     c.add_argument("--gate", choices=["1", "2", "all"], default="all")
-    c.add_argument("--device", help="cuda 或 cpu;缺省有 GPU 就用 GPU")
-    c.add_argument("--allow-overwrite", default="", metavar="LIST", help=f"核函数声明的就地复用，逗号分隔：{', '.join(OVERWRITES)}")
+    c.add_argument("--device", help="cuda 或 cpu；缺省有 GPU 就用 GPU")
+    c.add_argument("--allow-overwrite", default="", metavar="LIST", help=f"kernel 声明的就地复用，逗号分隔：{', '.join(OVERWRITES)}")
     c.add_argument("--seed", type=int, default=0, help="换一批随机数")
     c.add_argument("--json", action="store_true", help="输出 JSON")
     c.set_defaults(run=check)
-    g = sub.add_parser("losses", help="用关卡 3 判损失曲线")
+    g = sub.add_parser("losses", help="用 Gate 3 判损失曲线")
     g.add_argument("--baseline", nargs="+", required=True, metavar="FILE", help="基线各种子的曲线，第一条与候选同种子；至少 3 条")
     g.add_argument("--candidate", required=True, metavar="FILE")
-    g.add_argument("--nudged", metavar="FILE", help="权重末位扰动过的基线")
+    g.add_argument("--nudged", nargs="+", metavar="FILE", help="权重末位扰动过的基线，与第一条同种子；至少 3 条，缺省时漂移容易误报")
     g.add_argument("--window", type=int, default=50, help="窗口步数")
     g.set_defaults(run=losses)
     o = sub.add_parser("ops", help="列出内置算子")

@@ -4,8 +4,8 @@ Qwen3-8B at full width and vocabulary but reduced depth (4 of 36 layers, so that
 1000 steps fit into minutes). transformers' own modules are trained with several seeds (weights and
 order of the data), which gives the band. Every other run has the first seed's weights and data, so
 that it can also be compared step by step: the baseline from weights with a few last bits flipped
-(hf_nudged: how far mere rounding drives two runs apart), our kernels, Liger, and faults of the kind
-that code review misses:
+(hf_nudged: how far mere rounding drives two runs apart, the yardstick), our kernels, Liger, and
+faults of the kind that code review misses. ``gate3`` judges them all.
 
     eps_outside      RMSNorm divides by sqrt(mean x²) + 1e-3 instead of sqrt(mean x² + 1e-6)
     gain_frozen      the backward of RMSNorm never returns the gradient of its gain
@@ -22,6 +22,8 @@ denominator cannot be seen at all.
 from __future__ import annotations
 
 import contextlib
+import math
+import statistics
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -31,19 +33,20 @@ from torch.nn import functional as F
 
 from snippets import qwen3
 from snippets.measure import MeasureError, Tables, cli, progress
-from snippets.precision import corpus
+from snippets.precision import corpus, gate3
 from snippets.precision.training import IGNORE, LAST, Run, finite, make, train, variant
 
 EXPERIMENT = {
-    "title": "种子带与故意写错的核：关卡 3 看得见什么（4 层）",
+    "title": "种子带与故意写错的 kernel：Gate 3 看得见什么（4 层）",
     "needs": "cuda",
     "memory_gib": 40,
-    "minutes": 6,
+    "minutes": 8,
     "full": {
         "model": "8b",
         "layers": 4,
-        "seeds": [0, 1, 2, 3, 4],
-        "controls": ["hf_nudged", "ours", "liger"],
+        "seeds": [0, 1, 2, 3],
+        "nudges": 3,
+        "controls": ["ours", "liger"],
         "faults": ["eps_outside", "gain_frozen", "ce_denominator", "label_shift"],
         "steps": 1000,
         "tokens": 512,
@@ -56,7 +59,8 @@ EXPERIMENT = {
         "model": "tiny",
         "layers": 2,
         "seeds": [0, 1, 2],
-        "controls": ["hf_nudged"],
+        "nudges": 3,
+        "controls": [],
         "faults": ["ce_denominator", "label_shift"],
         "steps": 8,
         "tokens": 24,
@@ -73,6 +77,7 @@ EXPERIMENT = {
             "kind": "",
             "first_relative": "1",
             "paired_mean": "nat",
+            "drift_limit": "nat",
             "paired_mean_abs": "nat",
             "paired_max_abs": "nat",
             "paired_ratio": "1",
@@ -85,10 +90,7 @@ EXPERIMENT = {
     "data": ["snippets/precision/data/tokens.npy.xz"],
 }
 
-FIRST = 1e-3  # the first loss comes before any update: relative difference allowed there
-SIGMA = 3.0  # half-width of the seed band in standard deviations
-PAIRED = 3.0  # times the nudged baseline's step-by-step difference
-NUDGED = 1e-3  # share of weights whose last bit is flipped
+NUDGED = "hf_nudged"
 CURVE_POINTS = 100  # points kept of a curve, each the mean of the steps between
 
 
@@ -158,8 +160,8 @@ def fault(name: str, model: torch.nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def applied(run: str, model: torch.nn.Module, faults: list[str]) -> Iterator[None]:
-    """The kernels or the fault that a run is named after; "hf_nudged" has the baseline's."""
-    with fault(run, model) if run in faults else variant("hf" if run == "hf_nudged" else run, model):
+    """The kernels or the fault that a run is named after; a nudged baseline has the baseline's."""
+    with fault(run, model) if run in faults else variant("hf" if run.startswith(NUDGED) else run, model):
         yield
 
 
@@ -175,77 +177,29 @@ def curve_rows(run: str, kind: str, seed: int, losses: torch.Tensor) -> list[dic
     ]
 
 
-@torch.no_grad()
-def nudge(model: torch.nn.Module, seed: int) -> None:
-    """Flip the last bit of a random thousandth of all weights: a change no larger than one rounding.
-
-    What training makes of it is the yardstick for paired differences, since every correct kernel
-    that rounds elsewhere disturbs the run in this way.
-    """
-    for number, parameter in enumerate(model.parameters()):
-        generator = torch.Generator(device=parameter.device).manual_seed(seed * 100_003 + number)
-        bits = parameter.view({2: torch.int16, 4: torch.int32}[parameter.element_size()])
-        bits ^= (torch.rand(bits.shape, generator=generator, device=bits.device) < NUDGED).to(bits.dtype)
-
-
-def windows(losses: torch.Tensor, window: int) -> torch.Tensor:
-    """Means over consecutive windows of a loss curve [..., steps] → [..., steps // window]; a rest is dropped."""
-    whole = losses.shape[-1] // window * window
-    return losses[..., :whole].unflatten(-1, (-1, window)).mean(-1)
-
-
-def seed_band(seeds: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and sample standard deviation over the seeds of the windowed curves, each [steps // window].
+def verdict_row(run: str, kind: str, losses: list[float], seeds: list[list[float]], nudged: list[list[float]], window: int) -> dict[str, Any]:
+    """Gate 3 on one run, with the numbers that it judges by.
 
     Args:
-        seeds: losses of the baseline, [seeds, steps], at least 3 seeds.
+        losses, seeds, nudged: see ``gate3.judge``; ``seeds[0]`` is the paired baseline.
     """
-    if len(seeds) < 3:
-        raise MeasureError(f"{len(seeds)} seeds give no standard deviation worth the name; take at least 3")
-    means = windows(seeds.double(), window)
-    return means.mean(0), means.std(0)
-
-
-def verdict(losses: torch.Tensor, seeds: torch.Tensor, nudged: torch.Tensor, window: int) -> dict[str, Any]:
-    """Gate 3 for one run, from loss curves alone.
-
-    Three checks: the first loss (before any update) agrees to 1e-3; the mean absolute step-by-step
-    difference from the baseline on the same weights and data is at most 3 times that of the nudged
-    baseline; every window mean lies within 3 standard deviations of the seeds' mean. The paired
-    check is the sharp one: the band is as wide as different data make it.
-
-    Args:
-        losses: the run, [steps]. seeds: the baseline, [seeds, steps]; the first has the run's own
-            weights and data. nudged: the nudged baseline, [steps].
-    """
-    losses, seeds, nudged = losses.double(), seeds.double(), nudged.double()
-    reference = seeds[0]
-    paired, noise = losses - reference, float((nudged - reference).abs().mean())
-    first = float((paired[0] / reference[0]).abs())
-    mean_abs = float(paired.abs().mean())
-    ratio = mean_abs / noise if noise else (1.0 if mean_abs == 0 else float("inf"))
-    mean, deviation = seed_band(seeds, window)
-    outside = float(((windows(losses, window) - mean).abs() > SIGMA * deviation).double().mean())
-    reasons = []
-    # "not <=" instead of ">": a NaN must fail
-    if not first <= FIRST:
-        reasons.append(f"首步损失相差 {first:.1e}，上限 {FIRST:.0e}")
-    if not ratio <= PAIRED:
-        reasons.append(f"逐步差是舍入扰动的 {ratio:.3g} 倍，上限 {PAIRED:.0f}")
-    if not losses.isfinite().all():
-        reasons.append("损失出现 NaN 或无穷")
-    elif outside > 0:
-        reasons.append(f"{outside:.0%} 的窗口在种子带之外")
+    v = gate3.judge(losses, seeds[0], seeds, nudged=nudged, window=window)
+    value = {f.check: f for f in v.findings}
+    paired = gate3.paired(losses, seeds[0])
+    judged = "种子带" in value  # a NaN ends the judging early
     return {
-        "first_relative": finite(first),
-        "paired_mean": finite(paired.mean()),
-        "paired_mean_abs": finite(mean_abs),
-        "paired_max_abs": finite(paired.abs().max()),
-        "paired_ratio": finite(ratio),
-        "last_mean_loss": finite(losses[-LAST:].mean()),
-        "outside": outside,
-        "accepted": not reasons,
-        "reason": "；".join(reasons) or "三项都在限内",
+        "run": run,
+        "kind": kind,
+        "first_relative": finite(gate3.step0(losses, seeds[0])),
+        "paired_mean": finite(statistics.fmean(paired)),
+        "drift_limit": value["配对差的漂移"].limit if judged else None,
+        "paired_mean_abs": finite(statistics.fmean(map(abs, paired))),
+        "paired_max_abs": finite(max(map(abs, paired))),
+        "paired_ratio": value["配对差的大小"].value if judged else None,
+        "last_mean_loss": finite(statistics.fmean(losses[-LAST:])),
+        "outside": value["种子带"].value / len(gate3.band(seeds, window)[0]) if judged else None,
+        "accepted": v.ok,
+        "reason": "；".join(f.text for f in v.failed) or "四项都在限内",
     }
 
 
@@ -254,6 +208,7 @@ def measure(
     model: str,
     layers: int,
     seeds: list[int],
+    nudges: int,
     controls: list[str],
     faults: list[str],
     steps: int,
@@ -266,44 +221,42 @@ def measure(
     """Train the baseline with every seed, and every control and fault with the first; judge them.
 
     Args:
-        controls: "hf_nudged" (needed, it is the yardstick) and variants of ``training.variant``.
+        nudges: runs of the baseline with the first seed from nudged weights.
+        controls: variants of ``training.variant``.
         faults: see ``fault``.
         ignored: labels at the start of each sequence that don't count.
         window: steps that one point of the band is averaged over.
     """
-    if "hf_nudged" not in controls:
-        raise MeasureError('controls must contain "hf_nudged": paired differences are judged by it')
     net, vocab = make(model, layers, seeds[0])
     plan = [("hf", "baseline", s) for s in seeds]
+    plan += [(f"{NUDGED}_{k}", "yardstick", seeds[0]) for k in range(nudges)]
     plan += [(c, "control", seeds[0]) for c in controls] + [(f, "fault", seeds[0]) for f in faults]
     runs: list[tuple[str, str, int, Run]] = []
     for number, (name, kind, seed) in enumerate(plan, 1):
         progress(f"{name}（seed {seed}）", number, len(plan))
         qwen3.initialize(net, seed)
-        if name == "hf_nudged":
-            nudge(net, seed)
+        if kind == "yardstick":
+            gate3.nudge(net, int(name.removeprefix(f"{NUDGED}_")))
         rows = corpus.sequences("train", steps, tokens, seed=seed, vocab=vocab)
         with applied(name, net, faults):
             run = train(net, rows, rate=rate, warmup=warmup, ignored=ignored, name=name, say=lambda *_: None)
         runs.append((name, kind, seed, run))
 
-    baseline = torch.stack([r.losses for _, kind, _, r in runs if kind == "baseline"])
-    if not baseline.isfinite().all():
+    def losses(wanted: str) -> list[list[float]]:
+        return [r.losses.tolist() for _, kind, _, r in runs if kind == wanted]
+
+    baseline, nudged = losses("baseline"), losses("yardstick")
+    if any(not math.isfinite(x) for curve in baseline + nudged for x in curve):
         raise MeasureError(f"the baseline's loss became NaN or infinite; lower the rate ({rate})")
-    nudged = next(r.losses for name, _, _, r in runs if name == "hf_nudged")
-    mean, deviation = seed_band(baseline, window)
+    mean, deviation = gate3.band(baseline, window)
     return {
         "curve": [row for name, kind, seed, r in runs for row in curve_rows(name, kind, seed, r.losses)],
         "band": [
-            {"step": i * window, "mean": m, "low": m - SIGMA * d, "high": m + SIGMA * d}
-            for i, (m, d) in enumerate(zip(mean.tolist(), deviation.tolist(), strict=True), 1)
+            {"step": i * window, "mean": m, "low": m - gate3.SIGMA * d, "high": m + gate3.SIGMA * d}
+            for i, (m, d) in enumerate(zip(mean, deviation, strict=True), 1)
         ],
         "verdict": [
-            {
-                "run": name,
-                "kind": kind,
-                **verdict(r.losses, baseline, nudged, window),
-            }
+            verdict_row(name, kind, r.losses.tolist(), baseline, nudged, window)
             for name, kind, _, r in runs
             if kind != "baseline"
         ],

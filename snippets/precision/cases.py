@@ -637,7 +637,7 @@ def adapt(op: Op, kernel: Callable[..., Any]) -> tuple[Callable[..., Any], Op, l
             fn = lambda *t, eps: kernel(*t, eps)  # noqa: E731
     if known == set(names):
         return fn, op, []
-    notes = [f"核函数的签名里没有参数 {n}，只按默认语义检查" for n in names if n not in known]
+    notes = [f"kernel 的签名里没有参数 {n}，只按默认语义检查" for n in names if n not in known]
     inner_plan = op.plan
 
     def plan(gate: int, level: str) -> list[Setup]:

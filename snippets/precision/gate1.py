@@ -126,8 +126,8 @@ def check(
     dtype, reason = _mode(fn, op, main_setup(setups)[0], device)
     if dtype == torch.float32:
         verdict.notes.append(
-            f"该核函数不能以 fp64 计算（{reason}），改在 fp32 下判：误差 / 同精度参考的误差，"
-            f"max ≤ {judge.MAX_RATIO:g},rms ≤ {judge.RMS_RATIO:g};gradcheck 不适用"
+            f"该 kernel 不能以 fp64 计算（{reason}），改在 fp32 下判：误差 / 同精度参考的误差，"
+            f"max ≤ {judge.MAX_RATIO:g}，rms ≤ {judge.RMS_RATIO:g}；gradcheck 不适用"
         )
 
     def findings_of(p: judge.Prepared, r: Run) -> list[Finding]:
@@ -193,7 +193,7 @@ def bad_of(findings_of: Callable[[judge.Prepared, Run], list[Finding]]) -> Calla
 
 def _ratio_finding(s: judge.Stat, case: Case, dtype: str) -> Finding:
     over_max, over_rms = s.max_ratio / judge.MAX_RATIO, s.rms_ratio / s.rms_limit
-    text = s.why or f"{s.name}({dtype}):误差为同精度参考的 max {s.max_ratio:.2f}×、rms {s.rms_ratio:.2f}×"
+    text = s.why or f"{s.name}({dtype})：误差为同精度参考的 max {s.max_ratio:.2f}×、rms {s.rms_ratio:.2f}×"
     by_max = over_max >= over_rms or not s.rms_judged
     value, limit = (s.max_ratio, judge.MAX_RATIO) if by_max else (s.rms_ratio, s.rms_limit)
     return Finding(f"{s.name} 误差比（{dtype}）", s.ok, text, f"{case.setup}", value, limit)

@@ -70,7 +70,7 @@ def check(
         def findings_of(p: judge.Prepared, r: Run, name: str = name) -> list[Finding]:
             wrong = judge.form(r, p.base, p.case, strict=False)
             if wrong:
-                return [Finding("形状与 dtype", False, f"{name}:{w}", f"{p.case.setup}") for w in wrong]
+                return [Finding("形状与 dtype", False, f"{name}：{w}", f"{p.case.setup}") for w in wrong]
             out = []
             for s in judge.stats(p, r):
                 verdict.measured.append(Measured(name, p.case.setup, s))
@@ -79,7 +79,7 @@ def check(
 
         for s in setups:
             if failures >= MOST_FAILURES:
-                verdict.notes.append(f"{name}:失败已足够多，其余输入未再检查")
+                verdict.notes.append(f"{name}：失败已足够多，其余输入未再检查")
                 break
             case = build(op, s, dtype, device)
             p = judge.prepare(case)
@@ -87,7 +87,7 @@ def check(
             try:
                 found = findings_of(p, judge.run(fn, case))
             except Exception as e:  # noqa: BLE001
-                found = [Finding("能否运行", False, f"{name}:{describe(e)}", f"{s}")]
+                found = [Finding("能否运行", False, f"{name}：{describe(e)}", f"{s}")]
             verdict.findings += found
             failures += sum(not f.ok for f in found)
             if any("CUDA error" in f.text for f in found):

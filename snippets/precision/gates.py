@@ -22,7 +22,7 @@ from snippets.precision.cases import OPS
 from snippets.precision.judge import forget
 
 EXPERIMENT = {
-    "title": "关卡 1 与关卡 2:本项目与 Liger 的四个核函数",
+    "title": "Gate 1 与 Gate 2：本项目与 Liger 的四个 kernel",
     "needs": "cuda",
     "memory_gib": 40,
     "minutes": 3,
@@ -41,7 +41,7 @@ EXPERIMENT = {
     },
 }  # fmt: skip
 
-GATES = {"gate1": "关卡 1", "gate2": "关卡 2"}
+GATES = {"gate1": "Gate 1", "gate2": "Gate 2"}
 
 
 def verdict_row(op: str, impl: str, v: Any, seconds: float) -> dict[str, Any]:
@@ -53,10 +53,10 @@ def verdict_row(op: str, impl: str, v: Any, seconds: float) -> dict[str, Any]:
         "op": op, "impl": impl, "gate": GATES[v.gate], "ok": v.ok,
         "mode": ("fp32 比值" if narrow else "fp64") if v.gate == "gate1" else "误差比",
         "checks": len(v.findings), "failed": len(v.failed),
-        "closest": f"{w.check}:{w.text}" if w else "",
+        "closest": f"{w.check}：{w.text}" if w else "",
         "share": share if share is not None and share < 1e300 else None,
-        "reasons": ";".join(dict.fromkeys(f.text for f in v.failed)),
-        "notes": ";".join(v.notes), "seconds": round(seconds, 2),
+        "reasons": "；".join(dict.fromkeys(f.text for f in v.failed)),
+        "notes": "；".join(v.notes), "seconds": round(seconds, 2),
     }  # fmt: skip
 
 

@@ -32,10 +32,10 @@ from snippets.precision.judge import Finding, Verdict, forget
 from snippets.precision.mutants import MUTANTS, Mutant
 
 EXPERIMENT = {
-    "title": "变异 × 关卡：每个故意写错的核函数被哪一关拒绝",
+    "title": "变异 × 关卡：每个故意写错的 kernel 被哪一关拒绝",
     "needs": "cuda",
     "memory_gib": 40,
-    "minutes": 4,
+    "minutes": 5,
     "full": {
         "only": [],
         "controls": True,
@@ -67,9 +67,10 @@ EXPERIMENT = {
     "data": ["snippets/precision/data/tokens.npy.xz"],
 }  # fmt: skip
 
-NAMES = {"gate1": "关卡 1", "gate2": "关卡 2", "gate3": "关卡 3", "": "无"}
+NAMES = {"gate1": "Gate 1", "gate2": "Gate 2", "gate3": "Gate 3", "": "无"}
 MODEL = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 512}
 RATE, WARMUP = 1e-3, 20
+NUDGES, NUDGED = 4, 1e-2  # nudged runs, and the share of weights flipped: the model is small
 
 
 # ---------------------------------------------------------------------- Gate 3: training
@@ -129,16 +130,13 @@ class Trainer:
         self.seeds, self.steps, self.tokens = seeds, steps, tokens
         self.dtype = torch.bfloat16 if device().type == "cuda" else torch.float32
 
-    def run(self, seed: int, install: Callable[[torch.nn.Module], Any] = lambda m: contextlib.nullcontext(), nudge: bool = False) -> list[float]:
-        """One run: losses per step. Same seed, same initial weights and same data."""
+    def run(self, seed: int, install: Callable[[torch.nn.Module], Any] = lambda m: contextlib.nullcontext(), nudge: int | None = None) -> list[float]:
+        """One run: losses per step. Same seed, same initial weights and same data; ``nudge`` seeds flipped last bits."""
         seeded(seed)
         dev = device()
         model = qwen3.tiny(dtype=self.dtype, device=dev, seed=seed, **MODEL)
-        if nudge:
-            with torch.no_grad():
-                for p in model.parameters():
-                    bits = p.view(torch.int16 if p.element_size() == 2 else torch.int32)
-                    bits ^= (torch.rand(bits.shape, device=dev) < 1e-2).to(bits.dtype)
+        if nudge is not None:
+            gate3.nudge(model, nudge, NUDGED)
         rows = corpus.sequences("train", self.steps, self.tokens, seed=seed, vocab=MODEL["vocab_size"]).to(dev)
         labels = rows.clone()
         labels[:, : self.tokens // 7] = -100  # as a prompt's: without ignored labels a wrong denominator is invisible
@@ -160,8 +158,8 @@ class Trainer:
         return [self.run(s) for s in self.seeds]
 
     @functools.cached_property
-    def nudged(self) -> list[float]:
-        return self.run(self.seeds[0], nudge=True)
+    def nudged(self) -> list[list[float]]:
+        return [self.run(self.seeds[0], nudge=k) for k in range(NUDGES)]
 
     def verdict(self, op: str, kernel: Callable[..., Any]) -> Verdict:
         """Gate 3 on one kernel."""
@@ -200,7 +198,7 @@ def row(entry: Mutant | Control, trainer: Trainer | None, dev: torch.device, siz
         **{g: ("通过" if verdicts[g].ok else "拒绝") if g in verdicts else "未跑" for g in ("gate1", "gate2", "gate3")},
         "caught_by": NAMES[caught],
         "ok": caught == (entry.expected if mutant else ""),
-        "worst": f"{worst.check}:{worst.text}" + (f"({worst.case})" if worst.case else "") if worst else "",
+        "worst": f"{worst.check}：{worst.text}" + (f"（{worst.case}）" if worst.case else "") if worst else "",
         "ratio": ratio if ratio is not None and ratio < 1e300 else None,
         "checks": sum(len(v.findings) for v in verdicts.values()),
         "seconds": round(time.perf_counter() - start, 2),

@@ -109,7 +109,7 @@ def structural(
         if found and key in allow:
             notes.append(f"声明过的就地复用：{what}")
             found = False
-        hint = f";若是有意的就地复用，用 --allow-overwrite {key} 声明"
+        hint = f"；若是有意的就地复用，用 --allow-overwrite {key} 声明"
         findings.append(Finding(name, not found, f"{what}{hint}" if found else "未被改写", f"{setup}"))
 
     # 1. Nothing that belongs to the caller changes.
@@ -135,7 +135,7 @@ def structural(
         notes.append("声明过的就地复用：第二次反向的结果不同（保存的张量已被改写）")
         why = None
     findings.append(Finding("两次反向结果相同", why is None, "retain_graph 后再次反向仍然正确" if why is None else
-                            f"第二次反向错误，保存的张量被改写?{why};若是有意的，用 --allow-overwrite saved 声明", f"{setup}"))  # fmt: skip
+                            f"第二次反向错误，保存的张量被改写？{why}；若是有意的，用 --allow-overwrite saved 声明", f"{setup}"))  # fmt: skip
 
     # 3. Memory: nothing uninitialised is read, nothing outside is written.
     def poisoned() -> str | None:
@@ -165,7 +165,7 @@ def structural(
                 continue
             first = tensors
             if why := bad(case, r, fresh()):
-                return f"重复调用时出错（竞争或残留状态）:{why}"
+                return f"重复调用时出错（竞争或残留状态）：{why}"
         return None
 
     def same_address() -> str | None:
@@ -174,7 +174,7 @@ def structural(
         for p, q in zip(case.inputs + case.dys, new.inputs + new.dys, strict=True):
             p.refill(q.tensor)
         why = bad(new, run(fn, case), fresh(1))
-        return why and f"同一地址换了数据，结果却不对（按地址缓存?）:{why}"
+        return why and f"同一地址换了数据，结果却不对（按地址缓存？）：{why}"
 
     def after_other_shape() -> str | None:
         run(fn, fresh(s=other))
@@ -193,7 +193,7 @@ def structural(
             gs = torch.autograd.grad(outs, want, [p.tensor.to(o.dtype) for p, o in zip(case.dys, outs, strict=True)], allow_unused=True)
             r = Run(tuple(o.detach() for o in outs), dict(zip([a.name for a in op.args if a.grad], gs, strict=True)))
             if why := bad(case, r, fresh(i)):
-                return f"两次前向之后再分别反向时出错（模块级缓存被覆盖?）:{why}"
+                return f"两次前向之后再分别反向时出错（模块级缓存被覆盖？）：{why}"
         return None
 
     def side_stream() -> str | None:
@@ -211,7 +211,7 @@ def structural(
             r = run(fn, case)
         stream.synchronize()
         why = bad(case, r, fresh())
-        return why and f"在非默认流上出错（核函数启动在了别的流上?）:{why}"
+        return why and f"在非默认流上出错（kernel 启动在了别的流上？）：{why}"
 
     check("重复调用一致", "多次调用都正确", repeated)
     if device.type == "cuda":

@@ -406,8 +406,8 @@ def error_ratio(model: nn.Module, ids: Tensor) -> Measured:
     mine, theirs = fused.double() - truth, plain.double() - truth
     yield "HF 自身误差", relative(plain, truth), "相对 rms", "对 fp64 真值"
     yield "融合 kernel 误差", relative(fused, truth), "相对 rms", "对 fp64 真值"
-    yield "误差比（rms）", rms(mine) / rms(theirs), "1", "关卡 2 的上限是 1.5"
-    yield "误差比（最大）", (mine.abs().max() / theirs.abs().max()).item(), "1", "关卡 2 的上限是 2"
+    yield "误差比（rms）", rms(mine) / rms(theirs), "1", "Gate 2 的上限是 1.5"
+    yield "误差比（最大）", (mine.abs().max() / theirs.abs().max()).item(), "1", "Gate 2 的上限是 2"
     yield "只用 model.double() 的“真值”", relative(shortcut, truth), "相对 rms", "RMSNorm 内部仍是 fp32"
 # --8<-- [end:fp64]
 

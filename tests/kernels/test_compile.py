@@ -1,4 +1,4 @@
-"""The widest launches compile for Hopper and fit its shared memory. No GPU needed: Triton cross-compiles.
+"""The launches compile for Hopper and fit its shared memory. No GPU needed: Triton cross-compiles.
 
 The interpreter knows no shared memory, so only this (or a GPU) sees a launch that asks for too much.
 """
@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 
 m = importlib.import_module("snippets.kernels.rms_norm")
 dtype, width, itemsize = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-config = m.CONFIG["backward"]
+config = m.CONFIG["backward_narrow" if width <= m.NARROW else "backward"]
 rows, padded, warps = m._blocks(config, width)
 wide = "fp64" if dtype == "fp64" else "fp32"
 types = dict(dy_ptr="*" + dtype, x_ptr="*" + dtype, w_ptr="*" + dtype, dx_ptr="*" + dtype, partial_ptr="*" + wide,
@@ -32,8 +32,11 @@ print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_war
 """
 
 
-@pytest.mark.parametrize(("dtype", "width", "itemsize"), [("fp32", 32768, 4), ("fp64", 16384, 8)])
-def test_widest_backward_fits_shared_memory(dtype, width, itemsize):
+@pytest.mark.parametrize(
+    ("dtype", "width", "itemsize"),
+    [("bf16", 128, 2), ("bf16", 4096, 2), ("bf16", 9000, 2), ("bf16", 32768, 2), ("fp32", 4096, 4), ("fp32", 32768, 4), ("fp64", 16384, 8)],
+)
+def test_backward_fits_shared_memory(dtype, width, itemsize):
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT, dtype, str(width), str(itemsize)],
         capture_output=True, text=True, timeout=300, env=os.environ | {"TRITON_INTERPRET": "0"},

@@ -68,9 +68,15 @@ def test_errors(gate, up, error, says):
 
 
 @pytest.mark.gpu
-def test_bf16_forward_on_gpu_equals_transformers_bit_for_bit():
-    gate, up = ((torch.randn(500, 12288, device="cuda") * 4).bfloat16() for _ in range(2))
-    assert torch.equal(swiglu(gate, up), reference(gate, up))
+def test_forward_on_gpu_beside_transformers():
+    gate, up = (torch.randn(500, 12288, device="cuda") * 4 for _ in range(2))
+    assert torch.equal(swiglu(gate, up), reference(gate, up))  # fp32: bit for bit
+    gate, up = gate.bfloat16(), up.bfloat16()
+    got, want = swiglu(gate, up), reference(gate, up)
+    # bf16: where the fast exp tips a rounding, silu is the neighbouring number, and so is the product.
+    differ = got != want
+    assert differ.float().mean() < 1e-3
+    assert ((got - want).abs()[differ] <= 2**-6 * want.abs()[differ]).all()
 
 
 @pytest.mark.gpu

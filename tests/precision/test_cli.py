@@ -51,7 +51,7 @@ def check(*args):
 def test_a_correct_kernel_gives_0(capsys):
     assert check("--op", "rms_norm", "--kernel", "reader_kernels:rms_good", "--gate", "1") == 0
     out = capsys.readouterr().out
-    assert "结论：通过" in out and "关卡 2" not in out
+    assert "结论：通过" in out and "Gate 2" not in out
 
 
 def test_a_wrong_kernel_gives_1_with_the_reason(capsys):

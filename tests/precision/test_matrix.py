@@ -24,7 +24,7 @@ def test_rows_match_the_declaration_and_the_verdicts_are_as_expected():
     tables = matrix.measure(**settings)
     check_tables(matrix.EXPERIMENT["tables"], tables)
     rows = {r["id"]: r for r in tables["matrix"]}
-    assert rows["swiglu_wrong_derivative"]["caught_by"] == "关卡 1"
+    assert rows["swiglu_wrong_derivative"]["caught_by"] == "Gate 1"
     assert (rows["swiglu_sigmoid_bf16"]["gate1"], rows["swiglu_sigmoid_bf16"]["gate2"]) == ("通过", "拒绝")
     assert rows["rope_one_rounding"]["caught_by"] == "无" and rows["rope_one_rounding"]["gate3"] == "未跑"
     assert all(r["ok"] for r in rows.values())
@@ -34,7 +34,7 @@ def test_rows_match_the_declaration_and_the_verdicts_are_as_expected():
 def test_a_mutant_caught_by_another_gate_than_expected_is_not_ok():
     entry = mutants.Mutant("x", "swiglu", mutants.swiglu_gelu, "gate2", "")
     row = matrix.row(entry, None, torch.device("cpu"), "tiny")
-    assert row["caught_by"] == "关卡 1" and not row["ok"]
+    assert row["caught_by"] == "Gate 1" and not row["ok"]
 
 
 def test_an_unknown_id_is_refused():
