@@ -17,8 +17,10 @@ and its output is HTML. Options besides these three: title and source.
 from __future__ import annotations
 
 import builtins
+import collections
 import io
 import linecache
+import os
 import re
 import sys
 import traceback
@@ -32,6 +34,7 @@ import markdown_exec
 from pymdownx.snippets import SnippetPreprocessor, makeExtension
 from pymdownx.superfences import RE_NESTED_FENCE_START, RE_OPTIONS
 
+from hooks import runner
 from hooks.experiments import ExperimentError
 from hooks.records import RecordError
 from hooks.runner import RunError
@@ -43,7 +46,9 @@ _PLAIN_OPTIONS = {"title", "hl_lines", "linenums", "title_mode"}
 _ID = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 _PREFIX = re.compile(r"[> \t]*")
 _FENCE = re.compile(r"`{3,}|~{3,}")
-_INCLUDE = re.compile(r"[> \t]*-+8<-+(?!\S)(?!.*\[[ \t]*(start|end)[ \t]*:)")
+_INCLUDE = re.compile(r"(?<![;-])-+8<-+(?!.*\[[ \t]*(start|end)[ \t]*:)")
+_CODE = re.compile(r"(`+).+?\1")
+_HTML_ID = re.compile(r"<[A-Za-z][^<>]*?\sid=\"([^\"<>]+)\"")
 _FORM = 'write ```python exec="1" html="1" id="..." with every value in double quotes'
 
 
@@ -164,7 +169,8 @@ def check_page(markdown: str, src_uri: str, snippets: dict[str, Any], placed: li
         prefix = _PREFIX.match(lines[at]).group()
         info = lines[at][len(prefix) :]
         if not (mark := _FENCE.match(info)) or mark.group()[0] == "`" and "`" in info[len(mark.group()) :].split('"')[0]:
-            if fault := include.check(lines[at], at + 1):
+            # In prose the mark stands for an include wherever it is; in code only at a line's start.
+            if _INCLUDE.search(_CODE.sub("", lines[at])) and (fault := include.check(lines[at], at + 1)):
                 boxes.append((at, at + 1, prefix, fault))
             at += 1
             continue
@@ -173,7 +179,8 @@ def check_page(markdown: str, src_uri: str, snippets: dict[str, Any], placed: li
         closed[at:last] = [False] * (last - at)
         fault, id = _fence_fault(info, at + 1, end)
         for i in range(at + 1, last):
-            fault = fault or include.check(lines[i], i + 1, id)
+            if fault is None and _INCLUDE.match(_PREFIX.sub("", lines[i], count=1)):
+                fault = include.check(lines[i], i + 1, id)
         if fault:
             _page.blocks.pop(id, None)
             boxes.append((at, last, prefix, fault))
@@ -271,12 +278,10 @@ class _Includes:
         self._config, self._processor = config, None
 
     def check(self, line: str, number: int, block: str = "") -> Fault | None:
-        if not _INCLUDE.match(line):
-            return None
-        bare = _PREFIX.sub("", line, count=1).rstrip()
+        bare = line.strip()
         match = SnippetPreprocessor.RE_ALL_SNIPPETS.match(bare)
         if match is None or match.group("block_marker"):
-            return report(f"include not understood: {bare}", 'write --8<-- "path" or --8<-- "path:section", one a line',
+            return report(f"include not understood: {bare}", 'write --8<-- "path" or --8<-- "path:section", alone on its line',
                           line=number, block=block)  # fmt: skip
         target = match.group("snippet")[1:-1]
         if self._processor is None:
@@ -312,6 +317,12 @@ def finish_page(html: str) -> str:
                 "Markdown did not take this as a fence, so the block never ran",
                 "check its indentation, and that a blank line precedes it", line=block.line, block=id,
             ).html()  # fmt: skip
+    ids = collections.Counter(_HTML_ID.findall(html))
+    if twice := sorted(id for id, n in ids.items() if n > 1):
+        boxes += report(
+            f"the page has more than one element with the id {', '.join(map(repr, twice))}: links reach the first only",
+            "give each heading, figure and block an id of its own",
+        ).html()  # fmt: skip
     return boxes + html
 
 
@@ -374,6 +385,7 @@ def _run_block(**options: Any) -> str:
     """markdown-exec's formatter of python blocks: as its own, but every failure is a Fault."""
     id = options["id"]
     line = _page.blocks[id].line
+    runner.weak_read.clear()
     try:
         html = markdown_exec.base_format(language="python", run=_execute, **options)
         if not html.strip():
@@ -388,9 +400,19 @@ def _run_block(**options: Any) -> str:
         fault = report(str(error), line=_line(error, id, line), block=id)
     except BaseException as error:
         text = "".join(traceback.format_exception(error.with_traceback(_own_frames(error, id))))
-        fault = report(text.strip(), "correct the block; it is run again at the next build",
+        fault = report(text.strip(), "correct the block; it is run again at the next build" + weak_hint(),
                        line=_line(error, id, line), block=id)  # fmt: skip
     return fault.html()
+
+
+def weak_hint(message: str | None = None) -> str:
+    """What to add to a remedy where code met a record that is older than itself or of a smoke run ("" elsewhere).
+
+    Args:
+        message: name only experiments that it mentions.
+    """
+    ids = sorted(id for id in runner.weak_read if message is None or id in message)
+    return f"; or, since the record is older than the code or of a smoke run, measure again: make refresh ONLY={','.join(ids)}" if ids else ""
 
 
 def _execute(code: str, *, id: str, **_: Any) -> str:
@@ -406,9 +428,18 @@ def _execute(code: str, *, id: str, **_: Any) -> str:
     name = _filename(id)
     linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
     sys.modules[module.__name__] = module
+    here, end_process = os.getpid(), os._exit
+
+    def leave(status: int) -> None:
+        if os.getpid() != here:  # a forked child may end itself
+            end_process(status)
+        raise RuntimeError(f"os._exit({status!r}) would end the build without a word")
+
+    os._exit = leave
     try:
         exec(compile(code, name, "exec"), module.__dict__)
     finally:
+        os._exit = end_process
         del sys.modules[module.__name__]
     return buffer.getvalue()
 

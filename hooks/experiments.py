@@ -5,7 +5,8 @@ An experiment is a module below snippets/ with a literal dict EXPERIMENT and a f
 every experiment and tell whether a record still belongs to the code.
 
 The digest covers what can change a number: the syntax trees of the module and of every
-snippets/ file that it imports directly or not, the declared data files, the full settings and
+snippets/ file that it imports directly or not, the declared data files (Python among them counts as
+code: its syntax tree, and what it imports from snippets/), the full settings and
 the declared tables. It leaves out what cannot: comments, formatting, docstrings, and the
 title, needs, minutes, memory and smoke settings of EXPERIMENT.
 """
@@ -20,7 +21,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -86,8 +87,9 @@ class Experiment:
         Raises:
             ExperimentError: a source or data file is unreadable.
         """
-        parts = {path: _source(path).digest for path in sources(self.path)}
-        parts |= {f"data:{path}": _bytes_digest(path) for path in self.data}
+        code = [path for path in self.data if path.endswith(".py")]
+        parts = {path: _source(path).digest for start in (self.path, *code) for path in sources(start)}
+        parts |= {f"data:{path}": _bytes_digest(path) for path in self.data if path not in code}
         body = {"sources": parts, "full": self.full, "tables": self.tables}
         return "sha256:" + hashlib.sha256(canonical_json(body)).hexdigest()
 
@@ -108,6 +110,16 @@ class _Source:
 
 
 _cache: dict[str, tuple[tuple, Any]] = {}
+_listing: list[Path] = []
+
+
+def notice_files() -> None:
+    """Forget everything when a file below snippets/ came or went: an import may mean another file now."""
+    global _listing
+    listing = sorted((hooks.root() / PACKAGE).rglob("*.py"))
+    if listing != _listing:
+        _cache.clear()
+        _listing = listing
 
 
 def _cached(path: str, kind: str, make) -> Any:
@@ -132,11 +144,13 @@ def _source(path: str) -> _Source:
     def make(full: Path) -> _Source:
         try:
             tree = ast.parse(full.read_bytes(), filename=path)
+            out: list[str] = []
+            _write(tree, out)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             line = getattr(error, "lineno", None) or 1
             raise ExperimentError(f"{path}:{line}: not valid Python ({error}); correct the file") from error
-        digest = hashlib.sha256(b"".join(_walk(tree))).hexdigest()
-        return _Source(tree, digest, tuple(sorted(_imports(tree, path))))
+        digest = hashlib.sha256("".join(out).encode()).hexdigest()
+        return _Source(tree, digest, tuple(sorted(set(_imports(tree, path)))))
 
     return _cached(path, "source", make)
 
@@ -158,9 +172,11 @@ def sources(path: str) -> list[str]:
 
 def _imports(tree: ast.Module, path: str) -> Iterator[str]:
     package = path.removesuffix(".py").split("/")[:-1]
-    docstrings = {id(d) for node in ast.walk(tree) if (d := _docstring(node)) is not None}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
+    docstrings = set()
+    for node in ast.walk(tree):  # parents before children
+        if isinstance(node, _DOCUMENTED):
+            docstrings.add(id(_docstring(node)))
+        elif isinstance(node, ast.Import):
             for alias in node.names:
                 yield from _files(alias.name.split("."))
         elif isinstance(node, ast.ImportFrom):
@@ -187,33 +203,37 @@ def _files(parts: list[str]) -> Iterator[str]:
 # ------------------------------------------------------------------- canonical syntax tree
 
 
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_UNWRITTEN = {"ctx", "kind", "type_comment", "type_ignores"}
+
+
 def _docstring(node: ast.AST) -> ast.Constant | None:
-    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
+    if isinstance(node, _DOCUMENTED) and node.body:
         first = node.body[0]
         if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
             return first.value
     return None
 
 
-def _walk(node: Any) -> Iterator[bytes]:
-    """A byte stream that is equal for equal code on Python 3.11 to 3.14.
+def _write(node: Any, out: list[str]) -> None:
+    """Append to `out` a text that is equal for equal code on Python 3.11 to 3.14.
 
     ast.dump is not: 3.12 added `type_params`, 3.13 leaves out defaults, and the f-string parser
     of 3.12 splits constants elsewhere. Empty fields are therefore left out, neighbouring constant
     parts of an f-string joined, and strings written as ASCII (repr follows the Unicode version).
     """
     if isinstance(node, list):
-        yield b"["
+        out.append("[")
         for item in node:
-            yield from _walk(item)
-            yield b","
-        yield b"]"
+            _write(item, out)
+            out.append(",")
+        out.append("]")
     elif isinstance(node, ast.Constant):
-        yield f"{type(node.value).__name__}:{ascii(node.value)}".encode()
+        out.append(f"{type(node.value).__name__}:{ascii(node.value)}")
     elif isinstance(node, ast.AST):
-        yield type(node).__name__.encode() + b"("
+        out.append(type(node).__name__ + "(")
         for name in node._fields:
-            if name in ("ctx", "kind", "type_comment", "type_ignores"):
+            if name in _UNWRITTEN:
                 continue
             value = getattr(node, name, None)
             if name == "body" and _docstring(node) is not None:
@@ -226,12 +246,12 @@ def _walk(node: Any) -> Iterator[bytes]:
                 value = _digested(value)
             if value is None or value == []:
                 continue
-            yield name.encode() + b"="
-            yield from _walk(value)
-            yield b";"
-        yield b")"
+            out.append(name + "=")
+            _write(value, out)
+            out.append(";")
+        out.append(")")
     else:
-        yield f"{type(node).__name__}:{ascii(node)}".encode()
+        out.append(f"{type(node).__name__}:{ascii(node)}")
 
 
 def _joined(values: list[ast.expr]) -> list[ast.expr]:
@@ -322,6 +342,17 @@ def _paths() -> dict[str, str]:
 
 
 def _read(path: str) -> Experiment | None:
+    """The experiment in a file, or None; a fresh object, because its digest depends on other files too."""
+    found = _cached(path, "experiment", lambda _: _parse(path))
+    for file in found.data if found else ():
+        if not (hooks.root() / file).is_file():
+            raise ExperimentError(
+                f"{path}:1: EXPERIMENT names the data file {file!r}, which does not exist (paths start at the project's root)"
+            )
+    return found and replace(found)
+
+
+def _parse(path: str) -> Experiment | None:
     tree = _source(path).tree
     node = next((n for n in tree.body if _is_experiment(n)), None)
     if node is None:
@@ -371,9 +402,6 @@ def _read(path: str) -> Experiment | None:
     data = value.get("data", [])
     if not isinstance(data, list) or not builtins.all(isinstance(d, str) for d in data):
         raise wrong("has data that is not a list of paths")
-    for file in data:
-        if not (hooks.root() / file).is_file():
-            raise wrong(f"names the data file {file!r}, which does not exist (paths start at the project's root)")
     measure = next((n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "measure"), None)
     if measure is None:
         raise wrong("stands in a module without a function measure(*, ...)")

@@ -277,6 +277,8 @@ def expand(markdown: str, src_uri: str, load: Callable[[str], dict[str, Any]] | 
             except Unmeasured as missing:
                 return _unmeasured(str(missing), src_uri)
             except InlineError as error:
+                if smoke := [r for r in lookup.used if r.mode == "smoke"]:  # it has other rows than a full run
+                    return _unmeasured(smoke[0].experiment, src_uri)
                 line = first + text.count("\n", 0, match.start())
                 raise InlineError(f"docs/{src_uri}, line {line}: [[ {expression} ]]: {error}") from error
 

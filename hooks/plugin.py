@@ -22,6 +22,7 @@ import hooks  # noqa: E402 - needs the line above
 _WATCHED = ("snippets", "records", "hooks", "claims.yml")
 _serving = False
 _stamp: float | None = None
+_claims_shown = False
 
 
 def on_startup(*, command, dirty):
@@ -40,6 +41,8 @@ def _before_plugins(config):
     hooks.use_root(Path(config.config_file_path).parent)
     mermaid = config.plugins.get("mermaid2")
     if mermaid is not None:
+        events = config.plugins.events["post_page"]
+        events[:] = [_sparing(e) if getattr(e, "__self__", None) is mermaid else e for e in events]
         script = mermaid.config.get("javascript")
         if not script or not (Path(config.docs_dir) / script).is_file():
             raise PluginError(
@@ -50,14 +53,31 @@ def _before_plugins(config):
     return config
 
 
+def _sparing(rewrite):
+    """mermaid2's rewriting of a page, only where it finds a diagram to rewrite.
+
+    It parses and writes anew every page that has the word in it: a third of the time of a reload.
+    The diagrams of this site are <pre class="mermaid">, which it leaves as they are.
+    """
+
+    def on_post_page(output, **values):
+        wanted = re.search(r"<(div|code)\b[^>]*\bclass=[^>]*\bmermaid\b", output)
+        return rewrite(output, **values) if wanted else output
+
+    return on_post_page
+
+
 @event_priority(-100)
 def _after_plugins(config):
     """Start a build: fresh state, guarded blocks, watched folders."""
+    global _claims_shown
+    _claims_shown = False
     _reload_edited()
     from hooks import blocks, experiments, runner
 
     blocks.reset()
     runner.reset()
+    experiments.notice_files()
     blocks.guard(config)
     watched = {str(Path(p).resolve()) for p in config.watch}
     for name in _WATCHED:
@@ -94,6 +114,7 @@ def on_page_markdown(markdown, *, page, config, files):
     cut = page.file.content_string.replace("\r\n", "\n").count("\n") - markdown.count("\n")
     markdown = "\n" * cut + markdown
     placed = []
+    runner.weak_read.clear()
 
     def attempt(transform, *values):
         try:
@@ -103,7 +124,8 @@ def on_page_markdown(markdown, *, page, config, files):
             line = re.search(r"\bline (\d+)", str(error))
             message = str(error) if known else f"{type(error).__name__}: {error}"
             message = re.sub(rf"^docs/{re.escape(src_uri)}, line \d+: ", "", message)  # the fault says it itself
-            placed.append(blocks.report(message, line=int(line[1]) if line and known else 0, page=src_uri))
+            remedy = blocks.weak_hint(message).removeprefix("; or, ")
+            placed.append(blocks.report(message, remedy, line=int(line[1]) if line and known else 0, page=src_uri))
             return None
 
     # A refresh must not quote what it is about to replace, hence ensure and not load.
@@ -112,7 +134,11 @@ def on_page_markdown(markdown, *, page, config, files):
     if "series:" in markdown:
         linked = attempt(links.expand, markdown, src_uri, config.extra.get("series", {}))
         markdown = markdown if linked is None else linked
-    body = (attempt(reproduce.body, runner.ensure) or "") if reproduce.MARK in markdown else ""
+    body = ""
+    if reproduce.MARK in markdown:
+        global _claims_shown
+        _claims_shown = True
+        body = attempt(reproduce.body, runner.ensure) or ""
     markdown = blocks.check_page(markdown, src_uri, dict(config.mdx_configs.get("pymdownx.snippets", {})), placed)
     return markdown[cut:].replace(reproduce.MARK, body)
 
@@ -125,11 +151,11 @@ def on_page_content(html, *, page, config, files):
 
 @event_priority(100)  # before any plugin writes an asset into the site
 def on_env(env, *, config, files):
-    from hooks import blocks, experiments, records
+    from hooks import blocks
 
     said = "\n".join(str(fault) for fault in blocks.faults())
     general = []
-    for complaint in _damaged(experiments, records):
+    for complaint in _damaged():
         if complaint not in said:
             general.append(blocks.report(complaint, page=""))
     if not blocks.faults():
@@ -144,16 +170,30 @@ def on_env(env, *, config, files):
     return env
 
 
-def _damaged(experiments, records):
-    """Complaints about experiments and records, whether a page shows them or not."""
+def _damaged():
+    """Complaints about experiments, records and claims, whether a page shows them or not.
+
+    Whatever a refresh asks for and no page has shown is measured here: it must not be left out in silence.
+    """
+    from hooks import claims, experiments, records, runner
+
     try:
         known = experiments.all()
     except experiments.ExperimentError as error:
         yield from str(error).split("\n")
         return
     yield from records.strays()
-    for id in known:
+    sound = True
+    for id, experiment in known.items():
         try:
-            records.load(id)
-        except (records.RecordError, experiments.ExperimentError) as error:
+            experiment.digest  # noqa: B018 - reads every file that the experiment is made of
+            runner.ensure(id)
+        except (records.RecordError, experiments.ExperimentError, runner.RunError) as error:
+            sound = False
             yield str(error)
+    try:
+        for claim in () if _claims_shown else claims.load():  # that page has complained itself
+            if sound:
+                claims.states(claim, runner.ensure)
+    except claims.ClaimError as error:
+        yield str(error)

@@ -145,6 +145,8 @@ def strays() -> list[str]:
         place = path.relative_to(hooks.root() / DIRECTORY)
         if len(place.parts) != 2 or path.suffix != ".json":
             out.append(f"{relative(path)}: is no record (records/<device>/<experiment>.json); move it away")
+        elif not path.exists():
+            out.append(f"{relative(path)}: a link that leads nowhere; restore the file (git checkout)")
         elif path.stem not in known:
             out.append(f"{relative(path)}: no experiment has this id; delete the file, or restore the experiment")
     return out
@@ -283,6 +285,14 @@ def _match(value: dict[str, Any], experiment: experiments.Experiment) -> None:
     for name, rows in tables.items():
         if set(rows[0]) != set(declared[name]):
             raise RecordError(f"table {name!r} has columns {sorted(rows[0])}, declared are {sorted(declared[name])}")
+        numbers = [column for column, unit in declared[name].items() if unit]
+        for i, row in enumerate(rows):
+            for column in numbers:
+                if isinstance(row[column], (str, bool)):
+                    raise RecordError(
+                        f"table {name!r} row {i} column {column!r} is {row[column]!r:.40}, declared is a number"
+                        f" ({declared[name][column]})"
+                    )
 
 
 # ----------------------------------------------------------------------------------- writing

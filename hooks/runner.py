@@ -25,8 +25,9 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import hooks
 from hooks import experiments, records
@@ -37,6 +38,7 @@ _RECORDER = ("commit", "dirty", "digest", "schema", "checksum")
 _PAYLOAD = ("experiment", "mode", "settings", "device", "versions", "started", "seconds", "tables")
 
 _done: dict[str, RunError | None] = {}  # what this build has run: id → its failure
+weak_read: set[str] = set()  # experiments whose stale or smoke records were handed out; for messages, cleared by who asks
 _environment: dict[str, Any] | None = None
 
 
@@ -67,7 +69,10 @@ def ensure(id: str) -> dict[str, Record]:
             _done[id] = error
     if (failure := _done.get(id)) is not None:
         raise RunError(str(failure))
-    return records.load(id)
+    found = records.load(id)
+    if any(record.stale for record in found.values()) or (found and all(record.smoke for record in found.values())):
+        weak_read.add(id)
+    return found
 
 
 # ---------------------------------------------------------------------------- the decision
@@ -216,8 +221,42 @@ def _say(id: str, seconds: float, text: str) -> None:
     print(f"[{id} {seconds:6.1f} s] {text}", file=sys.stderr, flush=True)
 
 
+@contextlib.contextmanager
+def _terminable(id: str) -> Iterator[None]:
+    """A cancelled job (SIGTERM) and a lost terminal (SIGHUP) end a run as Ctrl-C does.
+
+    By default they would end this process at once, and leave the child running on the GPU.
+    """
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    main = threading.current_thread() is threading.main_thread()
+    ours = [s for s in (signal.SIGTERM, signal.SIGHUP) if main and signal.getsignal(s) == signal.SIG_DFL]
+    try:
+        for number in ours:
+            signal.signal(number, stop)
+        yield
+    except KeyboardInterrupt:
+        print(f"\n[{id}] interrupted; nothing was stored", file=sys.stderr, flush=True)
+        raise
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _pieces(stream: IO[str]) -> Iterator[str]:
+    """Lines of a child's output; a line of any length comes in pieces."""
+    return iter(lambda: stream.readline(1000), "")
+
+
 def _child(command: list[str], limit: float, id: str, *, quiet: bool = False) -> str:
-    """Run a command in its own process group; return its stdout.
+    with _terminable(id):
+        return _watched(command, limit, id, quiet)
+
+
+def _watched(command: list[str], limit: float, id: str, quiet: bool) -> str:
+    """Run a command in its own process group; return its stdout (the last megabyte).
 
     stderr is forwarded line by line with the elapsed time. Whatever ends the call, the whole
     group is killed: a compile worker or server left behind would keep the GPU's memory.
@@ -235,11 +274,11 @@ def _child(command: list[str], limit: float, id: str, *, quiet: bool = False) ->
     except OSError as error:
         raise RunError(f"{id}: cannot start {command[0]} ({error.strerror or error})") from error
     tail: collections.deque[str] = collections.deque(maxlen=30)
-    output: list[str] = []
+    output: collections.deque[str] = collections.deque(maxlen=1000)
     last = [start]
 
     def forward() -> None:
-        for line in process.stderr:
+        for line in _pieces(process.stderr):
             last[0] = time.monotonic()
             tail.append(line.rstrip("\n"))
             if not quiet:
@@ -247,7 +286,7 @@ def _child(command: list[str], limit: float, id: str, *, quiet: bool = False) ->
 
     threads = [
         threading.Thread(target=forward, daemon=True),
-        threading.Thread(target=lambda: output.extend(process.stdout), daemon=True),
+        threading.Thread(target=lambda: output.extend(_pieces(process.stdout)), daemon=True),
     ]
     expired = False
     try:
@@ -284,6 +323,6 @@ def _child(command: list[str], limit: float, id: str, *, quiet: bool = False) ->
                 " or leave REFRESH unset to show the records"
             )
         code = process.returncode
-        how = f"was killed by signal {-code} (out of memory?)" if code < 0 else f"failed with exit status {code}"
+        how = f"was killed by signal {-code}{' (out of memory?)' if code == -9 else ''}" if code < 0 else f"failed with exit status {code}"
         raise RunError(f"{id}: `python {' '.join(command[1:3])}` {how}; nothing was stored. Its last words:\n{said}")
     return "".join(output)

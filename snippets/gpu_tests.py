@@ -30,6 +30,21 @@ EXPERIMENT = {
         "files": {"file": "", "passed": "项", "failed": "项", "skipped": "项", "seconds": "s"},
         "failures": {"file": "", "test": "", "message": ""},
     },
+    # What the outcome depends on: every file with a test marked gpu, and what they share.
+    "data": [
+        "tests/kernels/test_cross_entropy.py",
+        "tests/kernels/test_patch.py",
+        "tests/kernels/test_rms_norm.py",
+        "tests/kernels/test_rope.py",
+        "tests/kernels/test_swiglu.py",
+        "tests/precision/test_liger_ci.py",
+        "tests/precision/test_sources.py",
+        "tests/precision/test_techniques.py",
+        "tests/precision/test_training.py",
+        "tests/test_gpu_tests.py",
+        "tests/conftest.py",
+        "tests/kernels/common.py",
+    ],
 }
 
 

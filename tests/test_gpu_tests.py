@@ -78,6 +78,12 @@ def test_time_limit(project):
         outcome(project, ["tests/test_d.py"], limit_s=3)
 
 
+def test_every_file_with_a_gpu_test_ages_the_record():
+    marked = {p.relative_to(gpu_tests.ROOT).as_posix() for p in (gpu_tests.ROOT / "tests").rglob("test_*.py")
+              if "@pytest.mark.gpu" in p.read_text(encoding="utf-8")}  # fmt: skip
+    assert marked and marked <= set(gpu_tests.EXPERIMENT["data"])
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_device_computes():

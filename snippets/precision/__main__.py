@@ -11,6 +11,7 @@ Exit code 0: accepted. 1: rejected, with reasons. 2: the request itself is wrong
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import math
@@ -40,19 +41,23 @@ def load(text: str, what: str) -> Callable[..., Any]:
     module, _, name = text.partition(":")
     if not module or not name:
         raise UsageError(f"{what} {text!r}: write module:callable, e.g. my_pkg.kernels:rms_norm")
+    if module.endswith(".py") or not all(p.isidentifier() for p in module.split(".")):
+        raise UsageError(f"{what} {text!r}: {module!r} is no module name; for my_pkg/kernels.py write my_pkg.kernels:{name}")
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         found: Any = importlib.import_module(module)
     except ModuleNotFoundError as e:
         raise UsageError(f"{what} {text!r}: {e}; run from the directory that contains it, or set PYTHONPATH") from e
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         traceback.print_exc()
         raise UsageError(f"{what} {text!r}: importing {module} fails with {type(e).__name__}: {e}") from e
     for part in name.split("."):
         if not hasattr(found, part):
             raise UsageError(f"{what} {text!r}: {module} has no {name!r}")
         found = getattr(found, part)
+    if isinstance(found, type):
+        raise UsageError(f"{what} {text!r} is a class; name a function, an instance, or an autograd.Function's apply ({text}.apply)")
     if not callable(found):
         raise UsageError(f"{what} {text!r} is not callable")
     return found
@@ -107,9 +112,16 @@ def check(args: argparse.Namespace) -> int:
 
     if bool(args.op) == bool(args.inputs):
         raise UsageError("give either --op (see `ops`) or --inputs, not both and not neither")
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch sees no GPU here; use --device cpu")
+    try:
+        device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as e:
+        raise UsageError(f"--device {args.device!r}: use cuda, cuda:N or cpu") from e
+    if device.type not in ("cuda", "cpu"):
+        raise UsageError(f"--device {args.device!r}: use cuda, cuda:N or cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(f"--device {args.device}: torch sees {torch.cuda.device_count()} GPUs here; use --device cpu")
+    if not 0 <= args.seed < 10**6:
+        raise UsageError("--seed: use a number from 0 to 999999")
     kernel = load(args.kernel, "--kernel")
     reference = lifted(load(args.reference, "--reference")) if args.reference else None
     if args.inputs:
@@ -124,7 +136,7 @@ def check(args: argparse.Namespace) -> int:
         # Options (eps, ...) go only where the reference knows them.
         ref, op, _ = adapt(op, reference)
         op = replace(op, reference=ref)
-    allow = [a for a in args.allow_overwrite.split(",") if a]
+    allow = [a.strip() for a in args.allow_overwrite.split(",") if a.strip()]
     if unknown := set(allow) - set(OVERWRITES):
         raise UsageError(f"--allow-overwrite {', '.join(sorted(unknown))}: known are {', '.join(OVERWRITES)}")
     gate1.usable_reference(op, device)
@@ -135,7 +147,9 @@ def check(args: argparse.Namespace) -> int:
     for name, gate in (("1", gate1), ("2", gate2)):
         if args.gate in (name, "all"):
             t = time.perf_counter()
-            verdicts.append(gate.check(op, kernel, device, allow=allow, seed=args.seed))
+            # What the kernel prints must not end up inside the JSON.
+            with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
+                verdicts.append(gate.check(op, kernel, device, allow=allow, seed=args.seed))
             if not args.json:
                 print(report(verdicts[-1]) + f"\n  用时 {time.perf_counter() - t:.1f} s")
     ok = all(v.ok for v in verdicts)
@@ -153,7 +167,7 @@ def read_curve(path: str) -> list[float]:
         text = Path(path).read_text(encoding="utf-8")
         values = json.loads(text) if text.lstrip().startswith("[") else text.split()
         curve = [float(v) for v in values]
-    except (OSError, ValueError, TypeError) as e:
+    except (OSError, ValueError, TypeError, OverflowError, RecursionError) as e:
         raise UsageError(f"{path}: {e}; write a JSON list of losses, or one number per line") from e
     if not curve:
         raise UsageError(f"{path}: no losses in it")
@@ -164,10 +178,20 @@ def losses(args: argparse.Namespace) -> int:
     """Judge loss curves with Gate 3. The first baseline is the paired one."""
     from snippets.precision import gate3
 
-    seeds = [read_curve(p) for p in args.baseline]
-    nudged = [read_curve(p) for p in args.nudged or ()]
+    if args.window < 1:
+        raise UsageError("--window: at least 1 step")
+    yardsticks = {p: read_curve(p) for p in [*args.baseline, *(args.nudged or ())]}
+    candidate = read_curve(args.candidate)
+    for path, curve in yardsticks.items():
+        if bad := [i for i, x in enumerate(curve) if not math.isfinite(x)]:
+            raise UsageError(f"{path}: the loss of step {bad[0]} is {curve[bad[0]]}; a run that diverged is no yardstick, leave it out")
+        if len(curve) != len(candidate):
+            raise UsageError(f"{path}: {len(curve)} losses, but {args.candidate} has {len(candidate)}; compare runs of equal length")
+    seeds, nudged = [yardsticks[p] for p in args.baseline], [yardsticks[p] for p in args.nudged or ()]
+    if same := [b for i, b in enumerate(args.baseline) if yardsticks[b] in seeds[:i]]:
+        raise UsageError(f"--baseline {same[0]}: equals another baseline; its runs must differ by their seed, or they give no band")
     try:
-        v = gate3.judge(read_curve(args.candidate), seeds[0], seeds, nudged=nudged, window=args.window)
+        v = gate3.judge(candidate, seeds[0], seeds, nudged=nudged, window=args.window)
     except ValueError as e:
         raise UsageError(str(e)) from e
     print(report(v) + f"\n结论：{'通过' if v.ok else '拒绝'}")
@@ -213,7 +237,10 @@ def main(argv: list[str] | None = None) -> int:
         return args.run(args)
     except UsageError as e:
         print(f"用法错误：{e}", file=sys.stderr)
-        return 2
+    except (Exception, SystemExit) as e:  # noqa: BLE001 - python's own exit codes, 1 and 0, would here mean a verdict
+        traceback.print_exc()
+        print(f"未能得出结论（不是对 kernel 的判决）：{type(e).__name__}: {e}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

@@ -352,21 +352,17 @@ def as_tuple(out: Any) -> tuple[Tensor, ...]:
 # --------------------------------------------------------------------- the four operators
 
 
-def _rows(leads, level_rows):
-    return [r for r in leads if r <= level_rows]
-
-
 def _plan_rms(gate: int, level: str) -> list[Setup]:
     if level == "tiny":
-        shapes = [(1, 7), (5, 33), (19, 64)]
+        shapes = [(1, 7), (5, 33), (19, 64), (2, 4099)]
         mid: tuple[Any, int] = (9, 33)
     elif gate == 1:
-        shapes = [(1, 7), (3, 1), (37, 129), (300, 64), (5, 1000), (3, 4096), (2, 8193), (65537, 4)]
+        shapes = [(1, 7), (3, 1), (37, 129), (300, 64), (5, 1000), (3, 4096), (2, 8193), (2, 20001), (65537, 4)]
         mid = (37, 129)
     else:
-        shapes = [(1, 7), (37, 129), (2050, 256), (3, 8193), (64, 4096), (65537, 4)]
+        shapes = [(1, 7), (37, 129), (2050, 256), (3, 8193), (64, 4096), (2, 20001), (65537, 4)]
         if level == "cuda":
-            shapes += [(4096, 4096), (5, 20000), (33000, 128)]
+            shapes += [(4096, 4096), (33000, 128)]
         mid = (2050, 256)
     out = [Setup({"R": r, "H": h}, seed=i) for i, (r, h) in enumerate(shapes)]
     m = {"R": mid[0], "H": mid[1]}
@@ -376,7 +372,8 @@ def _plan_rms(gate: int, level: str) -> list[Setup]:
     out += [Setup(m, family="positive", dy="positive", seed=31)]
     out += [Setup(m, layout=lay, seed=40) for lay in ("transposed", "sliced")]
     out += [Setup(m, dy_layout=lay, seed=41) for lay in ("expanded", "expanded_cols", "transposed", "sliced")]
-    out += [Setup({"R": (3, 5), "H": mid[1]}, seed=42), Setup({"R": (2, 3, 4), "H": 128 if level != "tiny" else 16},
+    three = {"R": (3, 5), "H": mid[1]}
+    out += [Setup(three, seed=42), Setup(three, layout="sliced", dy_layout="transposed", seed=44), Setup({"R": (2, 3, 4), "H": 128 if level != "tiny" else 16},
                   layout="swapped", dy_layout="swapped", seed=43)]  # fmt: skip
     out += [Setup(m, family=f, options={"eps": e}, seed=50) for f, e in (("tiny3", 1e-5), ("randn", 1e-2))]
     return out
@@ -400,9 +397,9 @@ def _plan_head_norm(gate: int, level: str) -> list[Setup]:
 
 def _plan_swiglu(gate: int, level: str) -> list[Setup]:
     if level == "tiny":
-        shapes, mid = [(1, 7), (5, 33)], (5, 33)
+        shapes, mid = [(1, 7), (5, 33), (2, 4099)], (5, 33)
     elif gate == 1:
-        shapes, mid = [(1, 7), (37, 129), (3, 12288), (2, 8193), (65537, 2)], (37, 129)
+        shapes, mid = [(1, 7), (37, 129), (3, 12288), (2, 8193), (2, 20001), (65537, 2)], (37, 129)
     else:
         shapes, mid = [(1, 7), (37, 129), (3, 12288), (2, 20001), (65537, 2)], (300, 257)
         if level == "cuda":
@@ -413,7 +410,8 @@ def _plan_swiglu(gate: int, level: str) -> list[Setup]:
     out += [Setup(m, dy=d, seed=30) for d in ("correlated", "positive")]
     out += [Setup(m, layout=lay, seed=40) for lay in ("transposed", "sliced")]
     out += [Setup(m, dy_layout=lay, seed=41) for lay in ("expanded", "expanded_cols", "transposed", "sliced")]
-    out += [Setup({"R": (3, 5), "N": mid[1]}, seed=42)]
+    three = {"R": (3, 5), "N": mid[1]}
+    out += [Setup(three, seed=42), Setup(three, layout="sliced", dy_layout="transposed", seed=44)]
     return out
 
 
@@ -422,7 +420,8 @@ def _plan_rope(gate: int, level: str) -> list[Setup]:
     out = [Setup(m), Setup({**m, "C": 1}, seed=1), Setup({**m, "B": 1, "C": 1, "S": 1}, seed=2),
            Setup({**m, "Hq": 3, "Hk": 3, "D": 20}, seed=3)]  # fmt: skip
     if level != "tiny":
-        out += [Setup({"B": 3, "C": 3, "Hq": 8, "Hk": 1, "S": 67, "D": 128}, seed=4)]
+        out += [Setup({"B": 3, "C": 3, "Hq": 8, "Hk": 1, "S": 67, "D": 128}, seed=4),
+                Setup({"B": 1, "C": 1, "Hq": 2, "Hk": 1, "S": 1030, "D": 16}, seed=7)]  # fmt: skip
     if level == "cuda":
         out += [Setup({"B": 2, "C": 2, "Hq": 32, "Hk": 8, "S": 1023, "D": 128}, layout="swapped", seed=5)]
         if gate == 2:
@@ -437,11 +436,11 @@ def _plan_rope(gate: int, level: str) -> list[Setup]:
 
 def _plan_ce(gate: int, level: str) -> list[Setup]:
     if level == "tiny":
-        shapes, mid = [(1, 7), (6, 33)], (6, 33)
+        shapes, mid = [(1, 7), (6, 33), (2, 9001)], (6, 33)
     elif gate == 1:
-        shapes, mid = [(1, 7), (37, 129), (9, 1000), (5, 8193), (3, 40000), (65537, 3)], (37, 129)
+        shapes, mid = [(1, 7), (37, 129), (9, 1000), (5, 8193), (2, 151937), (65537, 3)], (37, 129)
     else:
-        shapes, mid = [(1, 7), (37, 129), (5, 8193), (3, 40001), (65537, 3)], (300, 517)
+        shapes, mid = [(1, 7), (37, 129), (5, 8193), (2, 151937), (65537, 3)], (300, 517)
         if level == "cuda":
             shapes, mid = shapes + [(64, 151936), (2050, 4096)], (2050, 517)
     out = [Setup({"N": n, "V": v}, seed=i) for i, (n, v) in enumerate(shapes)]
@@ -515,13 +514,15 @@ def parse_inputs(text: str) -> tuple[Arg, ...]:
         UsageError: says which piece is wrong and what is accepted.
     """
     out = []
-    for piece in text.split():
+    for piece in re.sub(r"\s*,\s*", ",", text).split():
         m = _ARG.match(piece)
         if not m or m[2] not in ROLES:
             raise UsageError(f"--inputs: cannot read {piece!r}; write name[R,H], name:weight[H], name:const[H] or name:int[R]<V")
         dims = tuple(int(d) if d.isdigit() else d for d in (s.strip() for s in m[3].split(",")) if d)
         if any(isinstance(d, str) and not d.isidentifier() for d in dims):
             raise UsageError(f"--inputs: bad dimension in {piece!r}; use integers or identifiers")
+        if 0 in dims or m[4] == "0":
+            raise UsageError(f"--inputs: {piece!r}: sizes and bounds start at 1 (the gates try 0 rows by themselves)")
         if (ROLES[m[2]] == "label") != bool(m[4]):
             raise UsageError(f"--inputs: {piece!r}: integers, and only they, need a bound, e.g. labels:int[R]<V")
         out.append(Arg(m[1], dims, ROLES[m[2]], (int(m[4]) if m[4].isdigit() else m[4]) if m[4] else None))
@@ -542,12 +543,13 @@ def generic(args: tuple[Arg, ...], reference: Callable[..., Any]) -> Op:
     for a in args:
         symbols += [d for d in a.dims if isinstance(d, str) and d not in symbols]
     last = {a.dims[-1] for a in args if a.dims and isinstance(a.dims[-1], str)}
+    lead = [s for s in symbols if s not in last]
 
     def dims(rows: int, width: int) -> dict[str, int]:
         # A symbol that is the last dim of some argument is a width; the rest are rows, the first
-        # of them the long one, so that a many-dimensional input stays affordable.
-        lead = [s for s in symbols if s not in last]
-        sizes = {s: (rows if i == 0 else min(rows, 3)) for i, s in enumerate(lead)}
+        # of them the long one, so that a many-dimensional input stays affordable. All sizes differ,
+        # or two dims taken for each other would not show.
+        sizes = {s: (rows if i == 0 else min(rows, 2 + i)) for i, s in enumerate(lead)}
         return sizes | {s: max(width + 2 * i, 2) for i, s in enumerate(s for s in symbols if s in last)}
 
     def plan(gate: int, level: str) -> list[Setup]:
@@ -557,14 +559,16 @@ def generic(args: tuple[Arg, ...], reference: Callable[..., Any]) -> Op:
             shapes, mid = [(1, 7), (37, 129), (3, 1000), (300, 64)], (37, 129)
         else:
             shapes, mid = [(1, 67), (37, 129), (2050, 100), (3, 2049)], (300, 129)
-        if level != "tiny" and any(s not in last for s in symbols):
+        if level != "tiny" and lead:
             shapes.append((65537, 5))
-        seen, out = [], []
-        for i, (r, w) in enumerate(shapes):
-            if dims(r, w) not in seen:
-                seen.append(dims(r, w))
-                out.append(Setup(dims(r, w), seed=i))
+        sizes = [dims(r, w) for r, w in shapes]
+        # One dim far beyond a block while the others are short, each width in turn; and a long dim in
+        # the middle, e.g. the sequence behind a batch.
+        sizes += [dims(2, 5) | {s: 4099 if level == "tiny" else 20001} for s in symbols if s in last]
+        if len(lead) > 1:
+            sizes.append(dims(2, 5) | {lead[-1]: 7 if level == "tiny" else 1030})
         m = dims(*mid)
+        out = [Setup(d, seed=i) for i, d in enumerate(sizes) if d not in sizes[:i]]
         # Only families on which any operator is defined: exp or a division would overflow on more.
         out += [Setup(m, family=f, seed=20) for f in ("tiny3", "tiny4", "outlier", "large", "positive", "negative", "zero_rows", "mixed")]
         out += [Setup(m, dy=d, seed=30) for d in ("correlated", "positive")]
@@ -607,6 +611,43 @@ def lifted(reference: Callable[..., Any]) -> Callable[..., Any]:
 # --------------------------------------------------------------------- calling the kernel
 
 
+def signature(kernel: Callable[..., Any]) -> tuple[Callable[..., Any], list[inspect.Parameter]]:
+    """The kernel, callable by keyword, and its parameters; none where python cannot tell.
+
+    Two kinds hide their parameters behind ``*args, **kwargs``: a module (look at its ``forward``), and
+    ``SomeFunction.apply``, whose options moreover go by position.
+    """
+    owner = getattr(kernel, "__self__", None)
+    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function) and kernel.__name__ == "apply":
+        sig = inspect.signature(owner.forward)
+        if owner.setup_context is torch.autograd.Function.setup_context:  # then forward's first parameter is ctx
+            sig = sig.replace(parameters=list(sig.parameters.values())[1:])
+
+        def by_position(*tensors: Tensor, **options: Any) -> Any:
+            bound = sig.bind(*tensors, **options)
+            bound.apply_defaults()
+            return kernel(*bound.args)
+
+        return by_position, list(sig.parameters.values())
+    try:
+        return kernel, list(inspect.signature(kernel.forward if isinstance(kernel, torch.nn.Module) else kernel).parameters.values())
+    except (TypeError, ValueError):
+        return kernel, []
+
+
+def _takes(kernel: Callable[..., Any], op: Op, name: str) -> bool:
+    """Whether a kernel that declares ``**kwargs`` lets this option through to whatever it wraps."""
+    case = build(op, Setup(op.small), torch.float32, torch.device("cpu"))
+    try:
+        with torch.no_grad():
+            kernel(*case.tensors, **{name: op.options.get(name)})
+    except TypeError as e:
+        return "keyword" not in str(e)
+    except (Exception, SystemExit):  # noqa: BLE001 - it may need a GPU; a gate will report what is really wrong
+        pass
+    return True
+
+
 def adapt(op: Op, kernel: Callable[..., Any]) -> tuple[Callable[..., Any], Op, list[str]]:
     """Fit the operator's options to the kernel's signature.
 
@@ -614,10 +655,7 @@ def adapt(op: Op, kernel: Callable[..., Any]) -> tuple[Callable[..., Any], Op, l
         the kernel taking ``(*tensors, **options)``, the operator restricted to the options that the
         kernel knows, and notes for the report (what could not be tested).
     """
-    try:
-        params = list(inspect.signature(kernel).parameters.values())
-    except (TypeError, ValueError):
-        params = []
+    kernel, params = signature(kernel)
     if op.name == "causal_lm_loss" and any(p.name == "vocab_size" for p in params):
         return lambda *t: kernel(*t, vocab_size=t[0].shape[-1]), op, []  # transformers' signature
     names = [n for n in ("eps", "ignore_index", "num_items_in_batch") if n in op.options or op.name == "cross_entropy" and n != "eps"]
@@ -625,7 +663,7 @@ def adapt(op: Op, kernel: Callable[..., Any]) -> tuple[Callable[..., Any], Op, l
         return kernel, op, []
     known, by_name = set(), {p.name for p in params if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
     if any(p.kind == p.VAR_KEYWORD for p in params):
-        known = set(names)
+        known = {n for n in names if _takes(kernel, op, n)}
     known |= {n for n in names if n in by_name}
     positional = [p for p in params if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     fn = kernel

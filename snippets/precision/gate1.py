@@ -70,7 +70,10 @@ def gradcheck(fn: Callable[..., Any], op: Op, device: torch.device) -> tuple[boo
     text = f">>> torch.autograd.gradcheck({op.name}, ({shown}), eps=1e-6, atol=1e-5, rtol=1e-3)\n"
     try:
         # nondet_tol: the order of fp64 atomics may move the last bits between two backwards.
-        torch.autograd.gradcheck(call, leaves, eps=1e-6, atol=1e-5, rtol=1e-3, nondet_tol=1e-9, check_undefined_grad=False)
+        with judge.watched():
+            torch.autograd.gradcheck(call, leaves, eps=1e-6, atol=1e-5, rtol=1e-3, nondet_tol=1e-9, check_undefined_grad=False)
+    except judge.Misconduct as e:
+        return False, text + str(e)
     except Exception as e:  # noqa: BLE001 - GradcheckError, or whatever the kernel raises
         body = str(e).strip()
         return False, text + f"{type(e).__name__}: {body[:900]}"
@@ -84,17 +87,27 @@ def usable_reference(op: Op, device: torch.device) -> None:
         UsageError: says what was seen.
     """
     try:
-        case = build(op, Setup(op.small, seed=3), torch.float64, device)
+        with judge.watched():
+            case = build(op, Setup(op.small, seed=3), torch.float64, device)
         outs = judge.run(op.reference, case).outputs
     except Exception as e:  # noqa: BLE001
         raise UsageError(f"the reference fails on fp64 inputs of sizes {op.small}: {describe(e)}") from e
-    if any(o.is_floating_point() and o.dtype != torch.float64 for o in outs):
+    if any(p.changed() for p in case.inputs):
+        raise UsageError("the reference overwrites its inputs; write it without in-place operations")
+    if not all(o.is_floating_point() for o in outs):
+        raise UsageError("the reference returns integers or booleans beside its results; wrap it and the kernel to return floating tensors only")
+    if not all(bool(torch.isfinite(o).all()) for o in outs):
+        raise UsageError(
+            "the reference gives NaN or inf for normally distributed inputs, e.g. a logarithm of negative numbers;"
+            " wrap it and the kernel in one function that maps the inputs into the domain first, such as x.abs() + 0.1"
+        )
+    if any(o.dtype != torch.float64 for o in outs):
         raise UsageError(f"the reference returns {outs[0].dtype} for fp64 inputs; it must compute in the dtype it is given")
     ok, text = gradcheck(op.reference, op, device)
     if not ok:
         raise UsageError(
             "the reference itself fails gradcheck in fp64, so it is no truth (does it cast to fp32 inside, as"
-            f" transformers' Qwen3RMSNorm does?):\n{text}"
+            f" transformers' Qwen3RMSNorm does?):\n{text[:500]}"
         )
 
 

@@ -16,10 +16,11 @@ The ratio then has a fixed meaning: limits 2 (max) and 1.5 (rms), as in flash-at
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,6 +81,48 @@ class Run:
     again: dict[str, Tensor | None] | None = None  # gradients of a second backward through the same graph
 
 
+class Misconduct(RuntimeError):
+    """The kernel did something to its caller that no kernel may do (Chinese reason)."""
+
+
+# What torch remembers between calls: name → (read, restore). A kernel that moves one of them changes other code.
+GLOBALS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "default device": (torch.get_default_device, torch.set_default_device),
+    "matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "deterministic algorithms": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    "autocast": (lambda: torch.is_autocast_enabled("cuda"), lambda on: torch.set_autocast_enabled("cuda", on)),
+}
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    """Foreign code runs in the body: it may neither end the process nor leave torch's global state changed.
+
+    Raises:
+        Misconduct: it did; what it changed is restored first.
+    """
+    before = {n: read() for n, (read, _) in GLOBALS.items()}
+    try:
+        yield
+    except SystemExit as e:
+        # Let through, sys.exit(0) would end the gate with the exit code of an acceptance.
+        raise Misconduct(f"调用了 sys.exit({e.code!r})") from e
+    finally:
+        changed = [n for n, (read, _) in GLOBALS.items() if read() != before[n]]
+        for n in changed:
+            GLOBALS[n][1](before[n])
+    if changed:
+        raise Misconduct(f"改变了 torch 的全局状态：{'、'.join(changed)}")
+
+
+def call(fn: Callable[..., Any], tensors: Sequence[Tensor], options: dict[str, Any]) -> tuple[Tensor, ...]:
+    """The kernel's outputs as a tuple, ``watched``."""
+    with watched():
+        return as_tuple(fn(*tensors, **options))
+
+
 def run(
     fn: Callable[..., Any],
     case: Case,
@@ -107,7 +150,7 @@ def run(
             leaf.requires_grad_()
             wanted[arg.name] = leaf
         leaves.append(leaf)
-    outs = as_tuple(fn(*leaves, **case.call_options))
+    outs = call(fn, leaves, case.call_options)
     live = [(o, g) for o, g in zip(outs, dys, strict=False) if o.requires_grad]
     kept = tuple(o.detach().clone() if clone else o.detach() for o in outs)
     if not live or [o.shape for o in outs] != [g.shape for g in dys]:
@@ -124,8 +167,12 @@ def run(
         )
         return {n: None if g is None else (g.detach().clone() if clone else g) for n, g in zip(wanted, grads, strict=True)}
 
-    first = backward(twice)
-    return Run(kept, first, backward(False) if twice else None)
+    with watched():
+        first = backward(twice)
+        again = backward(False) if twice else None
+    if own := [n for n, leaf in wanted.items() if leaf.grad is not None]:
+        raise Misconduct(f"反向自己写了 {'、'.join(own)} 的 .grad；autograd 还会再累加一次，梯度加倍")
+    return Run(kept, first, again)
 
 
 def level_of(fn: Callable[..., Any], op: Op, device: torch.device) -> str:
@@ -287,6 +334,8 @@ def _scale(case: Case) -> float:
 def describe(e: BaseException) -> str:
     """First line of an exception, short enough for a table."""
     text = str(e).strip().splitlines()
+    if isinstance(e, Misconduct):
+        return text[0]
     return f"{type(e).__name__}: {text[0][:160] if text else ''}"
 
 
@@ -337,7 +386,8 @@ def prepare(case: Case) -> Prepared:
     """Truth and baseline of a case. Remembered, since a matrix judges many kernels on the same cases."""
     global _cached_elements
     device = case.tensors[0].device
-    key = (case.op.name, case.op.reference, str(case.setup), case.setup.seed, case.dtype, str(device))
+    key = (case.op.name, case.op.args, case.op.reference, str(case.call_options), str(case.setup), case.setup.seed,
+           case.dtype, str(device))  # fmt: skip
     if case.altered or key not in _cache:
         t, b = truth(case), run(case.op.reference, case)
         size = 4 * sum(v.numel() for v in t.items().values() if v is not None)

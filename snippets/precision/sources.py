@@ -244,7 +244,7 @@ def matmul_modes(shapes: list[list[int]], device: torch.device) -> Iterator[dict
             a, b = torch.randn(m, k, device=device).bfloat16(), torch.randn(k, n, device=device).bfloat16()
             noise = torch.randn(m, k, device=device) * 2**-9  # bits that TF32 has no room for
             for name, dtype, flag in (
-                ("fp32，TF32", torch.float32, "allow_tf32"),
+                ("fp32，TF32 ", torch.float32, "allow_tf32"),
                 ("bf16，低精度归约", torch.bfloat16, "allow_bf16_reduced_precision_reduction"),
             ):
                 left = a.float() + noise if dtype == torch.float32 else a

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from snippets.precision.cases import GUARD, Case, Op, Setup, as_tuple, build
-from snippets.precision.judge import Finding, Run, describe, run
+from snippets.precision.cases import GUARD, Case, Op, Setup, build
+from snippets.precision.judge import Finding, Run, call, describe, run, watched
 
 OVERWRITES = ("inputs", "grad_output", "saved")
 _EMPTY = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided",
@@ -100,7 +100,8 @@ def structural(
 
     def check(name: str, text: str, work: Callable[[], str | None]) -> None:
         try:
-            why = work()
+            with watched():
+                why = work()
         except Exception as e:  # noqa: BLE001 - whatever a foreign kernel raises is its verdict
             why = describe(e)
         findings.append(Finding(name, why is None, text if why is None else why, f"{setup}"))
@@ -187,7 +188,7 @@ def structural(
         leaves = []
         for case in (first, second):
             ts = [t.detach().requires_grad_(a.grad) for a, t in zip(op.args, case.tensors, strict=True)]
-            leaves.append((ts, as_tuple(fn(*ts, **case.call_options))))
+            leaves.append((ts, call(fn, ts, case.call_options)))
         for i, (case, (ts, outs)) in enumerate(zip((first, second), leaves, strict=True)):
             want = [t for t in ts if t.requires_grad]
             gs = torch.autograd.grad(outs, want, [p.tensor.to(o.dtype) for p, o in zip(case.dys, outs, strict=True)], allow_unused=True)
@@ -220,7 +221,42 @@ def structural(
     check("不受先前形状影响", "换形状后结果不变", after_other_shape)
     check("前向交错", "两次前向后分别反向，各自正确", interleaved)
 
-    # 5. Partial use of the graph.
+    def reseeded() -> str | None:
+        cuda = device.type == "cuda"
+        states: list[list[Tensor]] = []
+        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if cuda else []):
+            for seed in (1, 2):
+                (torch.manual_seed if cuda else torch.default_generator.manual_seed)(seed)
+                run(fn, fresh())
+                states.append([torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if cuda else []))
+        # Drawing numbers moves two different states to two different ones; only a new seed makes them equal.
+        return "重置了全局随机数种子，之后的 dropout 与采样每步相同" if any(map(torch.equal, *states)) else None
+
+    check("不重置随机数种子", "全局随机数状态没有被重置", reseeded)
+
+    # 5. Nothing to do: an expert without tokens, a last batch without labels.
+    def empty() -> str | None:
+        lead = op.args[0].dims[0] if op.args[0].dims[1:] else None
+        if lead not in setup.dims:
+            return None
+        nothing = replace(setup, dims=setup.dims | {lead: 0})
+        try:
+            case = fresh(s=nothing)
+            run(op.reference, case)
+        except Exception:  # noqa: BLE001 - the operator itself has no meaning there
+            return None
+        try:
+            r = run(fn, case)
+        except Exception as e:  # noqa: BLE001
+            # A loud refusal is a limit, not a wrong result.
+            notes.append(f"{lead}=0 时报错：{describe(e)}")
+            return None
+        why = bad(case, r, fresh(s=nothing))
+        return why and f"{lead}=0 时出错：{why}"
+
+    check("零行", "没有任何行时结果仍正确（或报错）", empty)
+
+    # 6. Partial use of the graph.
     def partial() -> str | None:
         for arg in op.args:
             if arg.grad:
@@ -236,7 +272,7 @@ def structural(
         for p in case.dys[1:]:
             p.refill(torch.zeros_like(p.tensor))
         ts = [t.detach().requires_grad_(a.grad) for a, t in zip(op.args, case.tensors, strict=True)]
-        outs = as_tuple(fn(*ts, **case.call_options))
+        outs = call(fn, ts, case.call_options)
         want = [t for t in ts if t.requires_grad]
         gs = torch.autograd.grad(outs[0], want, case.dys[0].tensor, allow_unused=True)
         gs = [torch.zeros_like(t) if g is None else g for t, g in zip(want, gs, strict=True)]
@@ -251,7 +287,7 @@ def structural(
     def no_grad() -> str | None:
         case = fresh()
         with torch.no_grad():
-            outs = as_tuple(fn(*case.tensors, **case.call_options))
+            outs = call(fn, case.tensors, case.call_options)
         why = bad(case, Run(tuple(o.clone() for o in outs), {}), fresh())
         return why and f"no_grad 下前向出错：{why}"
 

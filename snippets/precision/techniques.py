@@ -500,7 +500,7 @@ def measure(*, size: str, layers: int, batch: int, sequence: int, plant: int) ->
     steps = list(progressive(model, ids))
     table += rows(
         "渐进替换",
-        ((f"换到第 {s['step']} 步的 logits 最大差", s["logit_max_diff"], "1", s["replaced"]) for s in steps),
+        ((f"换到第 {s['step']} 步的误差比（rms）", s["ratio"], "1", s["replaced"]) for s in steps),
     )
     patched = liger_table(model, lambda: qwen3.tiny(1, device=device))
     table += rows("对齐 Liger", align_liger(model, ids, patched))

@@ -401,18 +401,18 @@ def generation_rows(
 # ----------------------------------------------------------------------------- experiment
 
 
-def make(model: str, layers: int, seed: int):
+def make(model: str, layers: int, seed: int, *, pretrained: bool = True):
     """The model under test and the vocabulary its token ids are folded into (None: not folded).
 
     Args:
-        model: "8b" (bf16, QWEN3_8B's weights if set and all 36 layers are asked for) or "tiny"
-            (fp32, random, vocabulary 512).
+        model: "8b" (bf16) or "tiny" (fp32, random, vocabulary 512).
+        pretrained: take QWEN3_8B's weights, if it is set and all 36 layers are asked for.
     """
     if model == "tiny":
         return qwen3.tiny(layers, device=device(), seed=seed), qwen3.TINY["vocab_size"]
     if model != "8b":
         raise ValueError(f"no model {model!r}: known are 8b, tiny")
-    if layers == qwen3.QWEN3_8B["num_hidden_layers"] and qwen3.weights():
+    if pretrained and layers == qwen3.QWEN3_8B["num_hidden_layers"] and qwen3.weights():
         return qwen3.load(device=device()), None
     return qwen3.build(layers, device=device(), seed=seed), None
 

@@ -42,6 +42,17 @@ def fence(code="print('x')", options='exec="1" html="1" id="bad"', language="pyt
     return f"```{language} {options}\n{code}\n```"
 
 
+CLAIM = """
+- id: a
+  page: index.md
+  text: t
+  source: spec
+  expr: one("demo.squares", "squares", x="9").y
+  accept: [0, 1]
+"""
+
+USES_ROW_2 = "from hooks.show import experiment\nprint(experiment('demo.squares').rows('squares', x='2')[0]['y'])"
+
 # What stands on line 3 of the page; the message must hold every one of the texts.
 FAULTS = {
     "raises": (fence("x = 1\nraise ValueError('boom')"), "docs/index.md:5 [bad]", "ValueError: boom"),
@@ -49,6 +60,7 @@ FAULTS = {
     "does not compile": (fence("x = 1\nif"), "docs/index.md:5 [bad]", "SyntaxError"),
     "sys.exit(0)": (fence("import sys\nsys.exit(0)"), "docs/index.md:5 [bad]", "sys.exit(0)"),
     "sys.exit(1)": (fence("import sys\nsys.exit(1)"), "docs/index.md:5 [bad]", "sys.exit(1)"),
+    "os._exit(0)": (fence("import os\nos._exit(0)"), "docs/index.md:5 [bad]", "os._exit(0)"),
     "base exception": (fence("raise GeneratorExit"), "docs/index.md:4 [bad]", "GeneratorExit"),
     "prints nothing": (fence("x = 1"), "docs/index.md:3 [bad]", "printed nothing"),
     "unknown experiment": (
@@ -79,6 +91,10 @@ FAULTS = {
     "missing section": ('```python\n--8<-- "snippets/demo/helper.py:none"\n```', "docs/index.md:4", "none"),
     "section without end": ('```python\n--8<-- "part.py:open"\n```', "docs/index.md:4", "[end:open]"),
     "include without quotes": ("```python\n--8<-- snippets/demo/helper.py\n```", "docs/index.md:4", "not understood"),
+    "include without a blank": ('--8<--"snippets/demo/helper.py"', "docs/index.md:3", "not understood"),
+    "include amid text": ('Text --8<-- "snippets/demo/helper.py"', "docs/index.md:3", "not understood"),
+    "include in a quotation": ('> --8<-- "snippets/demo/helper.py"', "docs/index.md:3", "not understood"),
+    "element id twice": ('<p id="here">a</p>\n\n<p id="here">b</p>', "docs/index.md", "'here'"),
     "missing include in a block": (fence('--8<-- "none.py"'), "docs/index.md:4 [bad]", "none.py"),
     "never closed": ('```python exec="1" html="1" id="bad"\nprint(1)', "docs/index.md:3", "never closed"),
     "included block": ('--8<-- "block.md"', "docs/index.md [hidden]", "included file"),
@@ -109,7 +125,7 @@ def test_every_fault_fails_the_build_and_is_named(root, name):
 
 
 @pytest.mark.parametrize("flags", FLAGS)
-@pytest.mark.parametrize("name", ["raises", "sys.exit(0)", "bad option value", "missing section", "duplicate id"])
+@pytest.mark.parametrize("name", ["raises", "sys.exit(0)", "os._exit(0)", "bad option value", "missing section", "duplicate id"])
 def test_with_and_without_strict_and_quiet(root, name, flags):
     faulty(root, name)
     result = build(root, *FLAGS[flags])
@@ -124,7 +140,8 @@ def test_a_sound_site_builds(root, flags):
     include = '```python title="helper.py"\n--8<-- "snippets/demo/helper.py"\n```'
     (root / "docs/index.md").write_text(
         f"---\ntitle: x\n---\n\n# Page\n\n{BLOCK}\n\n- item\n\n    {inner}\n\n{example}\n\n{include}\n\n"
-        "Inline ```python exec=1``` code.\n"
+        "Inline ```python exec=1``` code, `--8<-- \"none\"` too.\n\n;--8<-- \"shown\"\n\n```python\nprint('--8<--')\n```\n\n"
+        + fence("import os\nif (pid := os.fork()) == 0:\n    os._exit(0)\nos.waitpid(pid, 0)\nprint('forked')", 'exec="1" html="1" id="b3"')
     )
     result = build(root, *FLAGS[flags])
     assert result.returncode == 0, result.stderr
@@ -148,10 +165,16 @@ def test_all_faults_of_all_pages_are_listed_at_once(root):
         (lambda root: small_project.put(small_project.record(), id="demo.gone"), "no experiment has this id"),
         (lambda root: small_project.put(small_project.record(), slug="gpu"), "comes from device 'cpu'"),
         (lambda root: (root / "snippets/bad.py").write_text("EXPERIMENT = 1\n"), "snippets/bad.py:1: EXPERIMENT"),
+        (lambda root: (root / "snippets/demo/helper.py").write_text("def (\n"), "snippets/demo/helper.py:1: not valid Python"),
+        (lambda root: (root / "claims.yml").write_text("- id: a\n"), "claims.yml, claim 1 (a): lacks"),
+        (lambda root: (root / "claims.yml").write_text(CLAIM), "claims.yml, a, on cpu: demo.squares, table 'squares' has no row"),
+        (lambda root: (records.path_of("cpu", "demo.squares").unlink(), records.path_of("cpu", "demo.squares").symlink_to("none")),
+         "records/cpu/demo.squares.json: a link that leads nowhere"),
     ],
 )
-def test_a_damaged_record_fails_the_build_though_no_page_shows_it(root, prepare, said):
+def test_what_is_damaged_fails_the_build_though_no_page_shows_it(root, prepare, said):
     (root / "docs/index.md").write_text("# Page\n")
+    records.store(small_project.record())
     prepare(root)
     result = build(root, "-q")
     assert result.returncode != 0 and said in result.stderr and written(root) == []
@@ -172,6 +195,51 @@ def test_a_failing_refresh_fails_the_build_and_keeps_the_record(root):
     result = build(root, "-q", REFRESH="all")
     assert result.returncode != 0 and "no kernel" in result.stderr and "docs/index.md:5 [squares]" in result.stderr
     assert records.path_of("cpu", "demo.squares").read_bytes() == before and written(root) == []
+
+
+def test_a_refresh_measures_what_no_page_shows(root):
+    (root / "docs/index.md").write_text("# Page\n")
+    assert build(root, "-q", REFRESH="demo.squares").returncode == 0
+    assert records.load("demo.squares")["cpu"].tables["squares"][2]["y"] == 4
+    (root / "snippets/demo/helper.py").write_text("raise RuntimeError('no kernel')\n")
+    result = build(root, "-q", REFRESH="demo.squares")
+    assert result.returncode != 0 and "demo.squares" in result.stderr and "no kernel" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        fence("from hooks.show import experiment\nprint(experiment('demo.squares').table('squares'))"),
+        fence("from hooks.show import experiment\nprint(experiment('demo.squares').rows('squares')[0]['y'])"),
+        "Text [[ one('demo.squares', 'squares', x='0').y ]].",
+    ],
+)
+@pytest.mark.parametrize("stale", [True, False])
+def test_a_failure_on_an_old_record_says_to_measure_again(root, body, stale):
+    # A new column: declared and used on the page, and not yet in any record.
+    old = {"tables": {"other": [{"x": "0"}]}} if "table(" in body else {"tables": {"squares": [{"x": "0"}]}}
+    if stale:
+        small_project.put(small_project.record(digest="sha256:" + "0" * 64, **old))
+    else:
+        records.store(small_project.record())
+        body = body.replace("x='0'", "x='9'").replace("[0]['y']", "[9]['y']").replace("table('squares')", "table('cubes')")
+    (root / "docs/index.md").write_text(f"# Page\n\n{body}\n")
+    result = build(root, "-q")
+    assert result.returncode != 0
+    assert ("measure again: make refresh ONLY=demo.squares" in result.stderr) == stale
+
+
+def test_a_smoke_refresh_builds_a_site_that_quotes_full_runs(root):
+    # Its one row is x="0"; the prose and the ledger want x="2".
+    page = root / "docs/index.md"
+    page.write_text(f"# Page\n\n[[ one('demo.squares', 'squares', x='2').y ]]\n\n{BLOCK}\n\n<!-- records -->\n")
+    (root / "claims.yml").write_text(CLAIM.replace('"9"', '"2"'))
+    result = build(root, "-q", REFRESH="all", SMOKE="1")
+    assert result.returncode == 0 and records.load("demo.squares")["cpu"].smoke, result.stderr
+    assert "冒烟" in (root / "site/index.html").read_text() and "未测" in (root / "site/index.html").read_text()
+    page.write_text(f"# Page\n\n{fence(USES_ROW_2)}\n")
+    result = build(root, "-q")
+    assert result.returncode != 0 and "of a smoke run, measure again: make refresh ONLY=demo.squares" in result.stderr
 
 
 def test_executing_by_environment_is_off(root):
@@ -254,6 +322,21 @@ def test_mermaid_needs_its_local_script(root):
     (root / "mkdocs.yml").write_text(config)
     result = build(root, "-q")
     assert result.returncode != 0 and "js/m.js is not in docs/" in result.stderr and written(root) == []
+
+
+@pytest.mark.parametrize(("html", "rewritten"), [
+    ('<pre class="mermaid"><code>graph LR</code></pre> mermaid', False),
+    ("<p>mermaid</p>", False),
+    ('<div class="mermaid">graph LR</div>', True),
+    ('<pre><code class="language-mermaid">graph LR</code></pre>', True),
+    ("<pre><code id=a class=mermaid>graph LR</code></pre>", True),
+])  # fmt: skip
+def test_mermaid2_parses_only_pages_that_it_rewrites(html, rewritten):
+    from hooks import plugin
+
+    calls = []
+    out = plugin._sparing(lambda output, **values: calls.append(values) or output.upper())(html, page=1)
+    assert (out == html.upper() and calls == [{"page": 1}]) if rewritten else (out == html and not calls)
 
 
 def test_print_in_a_block_is_python_s_own():

@@ -46,6 +46,8 @@ def test_a_good_claim_is_read(root):
         ({"expect": 1}, "unknown keys expect"),
         ({"id": "Bad Id"}, "a-z"),
         ({"page": "nope.md"}, "does not exist"),
+        ({"page": "../docs/precision-alignment.md"}, "does not exist"),
+        ({"page": "."}, "does not exist"),
         ({"source": "my head"}, "'spec', 'project' or a URL"),
         ({"text": ""}, "text must be text"),
         ({"accept": [1]}, "[low, high]"),
@@ -107,6 +109,12 @@ def test_smoke_proves_nothing_and_stale_is_said(root):
     (smoke,) = states(claim, record(mode="smoke"))
     (stale,) = states(claim, record(stale=True))
     assert (smoke.state, smoke.weak) == ("未测", "冒烟") and (stale.state, stale.weak) == ("成立", "过期")
+
+
+def test_a_smoke_record_without_the_row_measures_nothing(root):
+    (claim,) = ledger(root, GOOD | {"expr": GOOD["expr"].replace("ours", "nobody")})
+    (state,) = states(claim, record(mode="smoke"))
+    assert (state.state, state.value, state.weak) == ("未测", None, "冒烟")
 
 
 def test_an_expression_that_fails_on_the_record_or_gives_text_is_an_error(root):

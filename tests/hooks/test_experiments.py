@@ -108,6 +108,17 @@ def test_data_files_belong_to_the_digest(root):
         experiments.find("demo.squares")
 
 
+def test_python_among_the_data_counts_as_code(root):
+    (root / "checks.py").write_text("from snippets.demo import extra\n", encoding="utf-8")
+    (root / "snippets/demo/extra.py").write_text("A = 1\n", encoding="utf-8")
+    edit(root, '"tables"', '"data": ["checks.py"], "tables"')
+    before = digest()
+    (root / "checks.py").write_text("# a comment\nfrom snippets.demo import extra\n", encoding="utf-8")
+    assert digest() == before
+    (root / "snippets/demo/extra.py").write_text("A = 2\n", encoding="utf-8")
+    assert digest() != before
+
+
 def test_digest_is_the_same_on_every_python(root):
     """The value was computed on Python 3.11; 3.12 to 3.14 parse f-strings and type parameters differently."""
     (root / "snippets/demo/golden.py").write_text(
@@ -142,3 +153,32 @@ def test_a_malformed_module_is_named_with_its_line(root, old, new, said):
     edit(root, old, new)
     with pytest.raises(experiments.ExperimentError, match=rf"snippets/demo/squares.py:\d+: .*{said}"):
         experiments.all()
+
+
+def test_a_file_that_comes_or_goes_is_noticed(root):
+    # `from snippets.demo import extra` is an attribute or a file, whichever exists now.
+    edit(root, "import helper", "import helper, extra")
+    experiments.notice_files()
+    without = digest()
+    (root / "snippets/demo/extra.py").write_text("X = 1\n")
+    experiments.notice_files()
+    assert digest() != without
+    (root / "snippets/demo/extra.py").unlink()
+    experiments.notice_files()
+    assert digest() == without
+
+
+def test_a_found_experiment_has_the_digest_of_now(root):
+    # Declarations are remembered; the digest must still follow the files that the module imports.
+    before = digest()
+    edit(root, "i * i", "i ** 2", "snippets/demo/helper.py")
+    assert digest() != before
+    edit(root, '"n": 3', '"n": 4')
+    assert experiments.find("demo.squares").full == {"n": 4}
+
+
+@pytest.mark.parametrize("text", ["def (", "x = 1\0", "x = " + "+".join(["1"] * 5000), "x = " + "(" * 500 + ")" * 500])
+def test_an_imported_file_that_python_refuses_is_named(root, text):
+    (root / "snippets/demo/helper.py").write_text(text)
+    with pytest.raises(experiments.ExperimentError, match="snippets/demo/helper.py:.*not valid Python"):
+        digest()

@@ -90,6 +90,13 @@ def test_an_unmeasured_experiment_is_a_badge():
     assert "未测" in other
 
 
+def test_a_smoke_record_without_the_row_is_unmeasured_and_hides_no_typo():
+    assert text_of(expand(f"[[ {ONE.replace('ours', 'nobody')}.gbps ]]", record(mode="smoke"))).endswith("未测")
+    for wrong in ("gbits", "gbps | fmtt"):
+        with pytest.raises(InlineError):
+            expand(f"[[ {ONE}.{wrong} ]]", record(mode="smoke"))
+
+
 def test_stale_and_smoke_are_visible():
     assert "过期" in expand(f"[[ {ONE}.rows ]]", record(stale=True))
     assert "冒烟" in expand(f"[[ {ONE}.rows ]]", record(mode="smoke"))

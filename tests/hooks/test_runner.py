@@ -117,6 +117,8 @@ def test_smoke_uses_its_settings_and_keeps_a_full_record(root, monkeypatch):
         ("    return {'squares': []}\n", "empty"),
         ("    return {'squares': [{'x': 1}]}\n", "columns"),
         ("    return {'squares': [{'x': '0', 'y': float('nan')}]}\n", "NaN|nan|finite"),
+        ("    return {'squares': [{'x': '0', 'y': 'fast'}]}\n", "'fast', declared is a number"),
+        ("    import os; os.kill(os.getpid(), 11)\n", "signal 11; nothing"),
         ("    return {'other': [{'x': '0', 'y': 1}]}\n", "tables"),
         ("    open('snippets/demo/helper.py', 'a').write('X = 1\\n')\n", "edited while it ran"),
     ],
@@ -144,6 +146,17 @@ def test_the_time_limit_kills_the_whole_process_group(root, monkeypatch):
         ensure()
     assert time.monotonic() - start < 10
     assert gone(int((root / "child").read_text()))
+
+
+def test_a_flood_of_output_is_not_kept(root, monkeypatch, capfd):
+    set_measure(root, "    import sys\n    for _ in range(50):\n        sys.stderr.write('y' * 200_000)\n    1 / 0\n")
+    monkeypatch.setenv("REFRESH", "all")
+    with pytest.raises(RunError, match="ZeroDivisionError") as error:
+        ensure()
+    assert len(str(error.value)) < 40_000
+    capfd.readouterr()
+    out = runner._child([sys.executable, "-c", "print('x' * 9_000_000); print('end')"], 60, "t", quiet=True)
+    assert out.endswith("end\n") and len(out) <= 1_000_000
 
 
 def test_a_child_left_behind_is_killed(root, monkeypatch):
@@ -208,7 +221,8 @@ def test_commit_and_dirty_flag(root, monkeypatch):
     assert runner.revision() == ("abc", True)
 
 
-def test_interrupting_the_build_kills_the_experiment(root):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_interrupting_the_build_kills_the_experiment(root, number):
     set_measure(root, "    import os, time\n    open('child', 'w').write(str(os.getpid()))\n    time.sleep(60)\n")
     code = f"import hooks; hooks.use_root({str(root)!r}); from hooks import runner; runner.ensure('demo.squares')"
     environ = os.environ | {"REFRESH": "all", "PYTHONPATH": str(runner.__file__).rsplit("/hooks/", 1)[0]}
@@ -217,8 +231,9 @@ def test_interrupting_the_build_kills_the_experiment(root):
     while not ((root / "child").exists() and (root / "child").read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert (root / 'child').exists(), build.communicate(timeout=5)
-    build.send_signal(signal.SIGINT)
-    assert build.wait(20) != 0
+    build.send_signal(number)
+    said = build.communicate(timeout=20)[1]
+    assert build.returncode != 0 and "demo.squares] interrupted; nothing was stored" in said
     assert gone(int((root / "child").read_text())) and not (root / "records").exists()
 
 

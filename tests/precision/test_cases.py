@@ -1,5 +1,6 @@
 """What the gates feed to kernels: values, layouts, guards, the reader's own signature."""
 
+import functools
 import math
 
 import pytest
@@ -102,7 +103,7 @@ def test_a_signature_is_parsed():
 
 @pytest.mark.parametrize("text, said", [
     ("x(R,H)", "x(R,H)"), ("x:complex[R]", "x:complex"), ("x[R] y:int[R]", "bound"), ("y:int[R]<5", "gradient"),
-    ("x[R] y:int[R]<V", "'V'"), ("x[R] x[R]", "differ"), ("x[R,2a]", "dimension"), ("", "gradient"),
+    ("x[0,H]", "start at 1"), ("x[R] y:int[R]<0", "start at 1"), ("x[R] y:int[R]<V", "'V'"), ("x[R] x[R]", "differ"), ("x[R,2a]", "dimension"), ("", "gradient"),
 ])  # fmt: skip
 def test_a_bad_signature_is_refused_with_its_piece(text, said):
     with pytest.raises(UsageError) as e:
@@ -116,6 +117,68 @@ def test_a_generic_plan_has_odd_widths_many_rows_and_fixed_sizes():
     assert any(s.dims["R"] > 65535 for s in setups)
     assert any(s.dims["H"] % 2 for s in setups)
     assert build(op, setups[0], torch.float32, CPU).tensors[2].shape == (setups[0].dims["R"], 4)
+
+
+def test_a_generic_plan_tells_all_dims_apart_and_makes_each_of_them_long():
+    op = generic(parse_inputs("x[B, S, N, D] i:int[R]<S"), lambda x, i: x)
+    setups = op.plan(2, "cpu")
+    sizes = max(setups, key=lambda s: min(s.dims.values())).dims
+    assert len(set(sizes.values())) == len(sizes)
+    assert max(s.dims["N"] for s in setups) > 1024 and all(max(s.dims[d] for s in setups) > 16384 for d in "DR")
+    # However many widths an operator has, its output stays affordable.
+    assert all(s.dims["D"] * s.dims["R"] < 10**7 for s in setups)
+
+
+class Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, epsilon=1e-6):
+        return references.rms_norm(x, w, epsilon)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy, None, None
+
+
+class ScaleSetup(torch.autograd.Function):
+    @staticmethod
+    def forward(x, w, epsilon=1e-6):
+        return references.rms_norm(x, w, epsilon)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy, None, None
+
+
+class Norm(torch.nn.Module):
+    def forward(self, hidden, weight, variance_epsilon=1e-6):
+        return references.rms_norm(hidden, weight, variance_epsilon)
+
+
+def forwarding(*args, **kwargs):
+    return Norm()(*args, **kwargs)
+
+
+@pytest.mark.parametrize("kernel", [Scale.apply, ScaleSetup.apply, Norm(), forwarding, functools.partial(forwarding),
+                                    references.rms_norm], ids=repr)  # fmt: skip
+def test_an_option_reaches_every_kind_of_callable(kernel):
+    fn, same, notes = cases.adapt(OPS["rms_norm"], kernel)
+    assert not notes and any("eps" in s.options for s in same.plan(1, "tiny"))
+    assert fn(torch.ones(1, 2), torch.ones(2), eps=3.0).allclose(torch.full((1, 2), 0.5))
+
+
+class Loss(torch.nn.Module):
+    def forward(self, logits, target):
+        return references.cross_entropy(logits, target)
+
+
+@pytest.mark.parametrize("kernel", [Loss(), lambda *a, **k: Loss()(*a, **k)], ids=["module", "wrapper"])
+def test_an_option_that_a_callable_lacks_is_noted_and_not_asked_for(kernel):
+    _, less, notes = cases.adapt(OPS["cross_entropy"], kernel)
+    assert len(notes) == 2 and not any(s.options for s in less.plan(1, "tiny"))
 
 
 def test_options_go_only_where_the_kernel_knows_them():

@@ -30,6 +30,16 @@ def softsign_wrong(x, w):
 def lookup(w, i):
     return F.embedding(i, w)
 
+def noisy(x, weight, eps=1e-6):
+    print("hello")
+    return rms_good(x, weight, eps)
+
+def leaves(x, weight, eps=1e-6):
+    raise SystemExit(0)
+
+class Norm:
+    pass
+
 not_callable = 3
 '''
 
@@ -37,11 +47,15 @@ not_callable = 3
 @pytest.fixture(autouse=True)
 def kernels(tmp_path, monkeypatch):
     (tmp_path / "reader_kernels.py").write_text(KERNELS)
+    (tmp_path / "reader_exits.py").write_text("raise SystemExit(0)\n")
     (tmp_path / "reader_broken.py").write_text("import no_such_module_at_all\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     sys.modules.pop("reader_kernels", None)
     return tmp_path
+
+
+GOOD = ["--op", "rms_norm", "--kernel", "reader_kernels:rms_good"]
 
 
 def check(*args):
@@ -86,12 +100,68 @@ def test_json_has_all_findings(capsys):
     (["--op", "rms_norm", "--kernel", "reader_kernels:missing"], "missing"),
     (["--op", "rms_norm", "--kernel", "reader_kernels:not_callable"], "not callable"),
     (["--op", "rms_norm", "--kernel", "reader_kernels:rms_good", "--allow-overwrite", "everything"], "grad_output"),
+    (["--op", "rms_norm", "--kernel", "reader_exits:f"], "SystemExit"),
+    (["--op", "rms_norm", "--kernel", "reader_kernels.py:rms_good"], "my_pkg.kernels:rms_good"),
+    (["--op", "rms_norm", "--kernel", ".reader_kernels:rms_good"], "no module name"),
+    (["--op", "rms_norm", "--kernel", "reader_kernels:Norm"], ".apply"),
+    ([*GOOD, "--reference", "reader_kernels:leaves"], "sys.exit"),
+    ([*GOOD, "--device", "nonsense"], "cpu"),
+    ([*GOOD, "--device", "meta"], "cpu"),
+    ([*GOOD, "--device", "cuda:99"], "--device cpu"),
+    ([*GOOD, "--seed", "-1"], "--seed"),
+    ([*GOOD, "--seed", str(10**30)], "--seed"),
     (["--inputs", "x[R,H]", "--kernel", "reader_kernels:rms_good"], "--reference"),
     (["--inputs", "x{R}", "--kernel", "reader_kernels:rms_good", "--reference", "reader_kernels:rms_good"], "x{R}"),
 ])  # fmt: skip
 def test_a_request_that_is_wrong_gives_2_and_says_why(args, said, capsys):
     assert check(*args) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_kernel_that_exits_with_0_is_not_accepted(capsys):
+    assert check("--op", "rms_norm", "--kernel", "reader_kernels:leaves", "--gate", "1") == 1
+    assert "sys.exit" in capsys.readouterr().out
+
+
+def test_what_a_kernel_prints_stays_out_of_the_json(capsys):
+    assert check("--op", "rms_norm", "--kernel", "reader_kernels:noisy", "--gate", "1", "--json") == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)[0]["ok"] and "hello" in err
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of luck"), SystemExit(0)])
+def test_an_error_of_ours_is_no_verdict(error, monkeypatch, capsys):
+    def fails(*_, **__):
+        raise error
+
+    monkeypatch.setattr("snippets.precision.gate1.check", fails)
+    assert check(*GOOD, "--gate", "1") == 2
+    assert "不是对 kernel 的判决" in capsys.readouterr().err
+
+
+CURVE = [5 - t * 0.01 for t in range(60)]
+
+
+@pytest.mark.parametrize("file, text, said", [
+    ("candidate", "[]", "no losses"), ("candidate", "", "no losses"), ("candidate", "[5.0]", "equal length"),
+    ("candidate", '{"loss": [1]}', "JSON list"), ("candidate", "[[1, 2]]", "JSON list"), ("candidate", f"[1{'0' * 400}]", "JSON list"),
+    ("b", json.dumps([*CURVE[:-1], float("nan")]), "step 59"), ("b", json.dumps(CURVE[:-1]), "equal length"),
+    ("b", json.dumps(CURVE), "seed"), ("nudged", json.dumps([*CURVE[:-1], float("inf")]), "step 59"),
+])  # fmt: skip
+def test_curves_that_cannot_be_judged_give_2(kernels, capsys, file, text, said):
+    for i, name in enumerate(("a", "b", "c", "candidate", "nudged", "nudged2", "nudged3")):
+        (kernels / name).write_text(text if name == file else json.dumps([x + 1e-4 * i for x in CURVE]))
+    assert main(["losses", "--baseline", "a", "b", "c", "--candidate", "candidate", "--nudged", "nudged", "nudged2", "nudged3"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_candidate_that_diverged_is_rejected_and_a_window_of_nothing_refused(kernels, capsys):
+    for i, name in enumerate("abc"):
+        (kernels / name).write_text(json.dumps([x + 1e-3 * i for x in CURVE]))
+    (kernels / "nan").write_text(json.dumps([*CURVE[:30], *[float("nan")] * 30]))
+    assert main(["losses", "--baseline", "a", "b", "c", "--candidate", "nan"]) == 1
+    assert main(["losses", "--baseline", "a", "b", "c", "--candidate", "a", "--window", "0"]) == 2
+    assert "--window" in capsys.readouterr().err
 
 
 def test_losses(kernels, capsys):

@@ -1,10 +1,14 @@
 """Gate 1: wrong formulas are rejected, whoever else agrees with them; fp32-only kernels are judged as such."""
 
+import math
+import re
+import sys
+
 import pytest
 import torch
 from torch.nn import functional as F
 
-from snippets.precision import controls, gate1, mutants, references
+from snippets.precision import controls, gate1, judge, mutants, references
 from snippets.precision import stand_ins as s
 from snippets.precision.cases import OPS, UsageError, generic, lifted, parse_inputs
 
@@ -72,6 +76,114 @@ def test_a_wrong_fp32_only_kernel_does_not_pass_as_one():
 def test_a_small_error_in_fp64_is_not_mistaken_for_fp32_arithmetic():
     v = check("rms_norm", lambda x, w, eps: references.rms_norm(x, w, eps) * (1 + 1e-7))
     assert not v.ok and not any("不能以 fp64" in n for n in v.notes)
+
+
+@pytest.mark.parametrize("name, size, symbol", [
+    ("rms_norm", 16384, "H"), ("swiglu", 16384, "N"), ("cross_entropy", 65536, "V"), ("rope", 512, "S"),
+])  # fmt: skip
+def test_what_is_wrong_only_beyond_a_size_is_found(name, size, symbol):
+    op = OPS[name]
+    dim = -2 if symbol == "S" else -1
+
+    def beyond(first, *rest, **options):
+        n = first.shape[dim]
+        return op.reference(torch.cat([first.narrow(dim, 0, size), first.narrow(dim, size, n - size) * 0.5], dim)
+                            if n > size else first, *rest, **options)  # fmt: skip
+
+    v = gate1.check(op, beyond, "cpu", level="cpu", structure=False)
+    assert not v.ok and all(int(re.search(rf"\b{symbol}=(\d+)", f.case)[1]) > size for f in v.failed)
+
+
+def test_three_dimensional_inputs_are_tried_with_foreign_strides():
+    for name in ("rms_norm", "swiglu"):
+        def flat(first, *rest, name=name, **options):
+            # The classic: a view where a reshape is due, or strides of a two-dimensional tensor.
+            good = OPS[name].reference(first, *rest, **options)
+            return good if first.dim() != 3 or first.is_contiguous() else good.flip(1)
+
+        assert not check(name, flat).ok
+
+
+class WritesGrad(torch.autograd.Function):
+    """Adds to .grad by itself, as fused gradient accumulation does, and returns the gradient as well."""
+
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.up = up
+        ctx.save_for_backward(gate, up)
+        return references.swiglu(gate, up)
+
+    @staticmethod
+    def backward(ctx, dy):
+        d_gate, d_up = s.swiglu_grads(*ctx.saved_tensors, dy)
+        ctx.up.grad = d_up.clone()
+        return d_gate, d_up
+
+
+def exits_in_backward(gate, up):
+    y = references.swiglu(gate, up)
+    if y.requires_grad:
+        y.register_hook(lambda g: sys.exit(0))
+    return y
+
+
+def then(action):
+    def kernel(gate, up):
+        y = references.swiglu(gate, up)
+        action()
+        return y
+
+    return kernel
+
+
+@pytest.mark.parametrize("why, kernel", [
+    (".grad", WritesGrad.apply),
+    ("sys.exit(0)", exits_in_backward),
+    ("sys.exit(0)", then(lambda: sys.exit(0))),
+    ("grad mode", then(lambda: torch.set_grad_enabled(False))),
+    ("default dtype", then(lambda: torch.set_default_dtype(torch.float64))),
+    ("default device", then(lambda: torch.set_default_device("meta"))),
+    ("matmul precision", then(lambda: torch.set_float32_matmul_precision("medium"))),
+    ("deterministic", then(lambda: torch.use_deterministic_algorithms(True))),
+    ("随机数种子", then(lambda: torch.manual_seed(0))),
+])  # fmt: skip
+def test_a_kernel_that_meddles_with_its_caller_is_rejected_and_leaves_nothing_behind(why, kernel):
+    before = {n: read() for n, (read, _) in judge.GLOBALS.items()}
+    v = check("swiglu", kernel)
+    assert not v.ok and any(why in f.text for f in v.failed), v.failed
+    assert before == {n: read() for n, (read, _) in judge.GLOBALS.items()}
+
+
+def test_drawing_random_numbers_is_no_fault():
+    v = check("swiglu", then(lambda: torch.rand(3)))
+    assert v.ok, v.failed
+
+
+def no_rows(action):
+    def kernel(x, w, eps):
+        return s.rms(x, w, eps, dw=lambda terms: terms.sum(0) if len(terms) else action(terms))
+
+    return kernel
+
+
+def refuses(terms):
+    raise ValueError("no rows")
+
+
+def test_no_rows_at_all_may_be_refused_but_not_answered_wrongly():
+    v = check("rms_norm", no_rows(lambda t: torch.full((t.shape[1],), math.nan, dtype=t.dtype)))
+    assert [f.check for f in v.failed] == ["零行"]
+    v = check("rms_norm", no_rows(refuses))
+    assert v.ok and any("R=0" in n and "no rows" in n for n in v.notes)
+
+
+def test_truths_of_one_reference_under_two_signatures_are_kept_apart():
+    def product(x, w):
+        return x * w
+
+    for text in ("x[R,H] w:weight[H]", "x[R,H] w[H]", "x[R,H] w:const[H]"):
+        v = gate1.check(generic(parse_inputs(text), product), product, "cpu", level="tiny")
+        assert v.ok, (text, v.failed)
 
 
 @pytest.mark.parametrize("why, kernel", [
@@ -159,9 +271,20 @@ def biased(x, w, b):
     return (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True) + 1e-5) * w + b
 
 
-def test_a_reference_that_is_no_fp64_truth_is_refused():
-    op = generic(parse_inputs("x[R,H]"), lambda x: x.float().exp())
-    with pytest.raises(UsageError, match="float32"):
+@pytest.mark.parametrize("said, reference", [
+    ("float32", lambda x: x.float().exp()),
+    ("gradcheck", lambda x: x.float().exp().to(x.dtype)),
+    ("NoneType", lambda x: None),
+    ("overwrites", lambda x: x.data.mul_(2) * 1),
+    ("integers", lambda x: (x * 2, x.argmax(-1))),
+    ("integers", lambda x: (x * 2, x > 0)),
+    ("domain", torch.log),
+    ("sys.exit", lambda x: sys.exit(0)),
+    ("grad mode", lambda x: (x.exp(), torch.set_grad_enabled(False))[0]),
+])  # fmt: skip
+def test_a_reference_that_is_no_fp64_truth_is_refused(said, reference):
+    op = generic(parse_inputs("x[R,H]"), reference)
+    with pytest.raises(UsageError, match=said):
         gate1.check(op, torch.exp, "cpu", level="tiny")
 
 

@@ -49,7 +49,9 @@
       script.src = library;
       script.onload = () => {
         const mermaid = globalThis.mermaid;
-        mermaid.initialize({ ...config, themeCSS: (config.themeCSS ?? "") + themeCSS });
+        // Compact, so that a diagram needs no shrinking on a phone.
+        const flowchart = { nodeSpacing: 24, rankSpacing: 36, padding: 8, ...config.flowchart };
+        mermaid.initialize({ ...config, flowchart, themeCSS: (config.themeCSS ?? "") + themeCSS });
         resolve(mermaid);
       };
       script.onerror = () => reject(new Error(`cannot load ${library}`));
