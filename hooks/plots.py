@@ -42,7 +42,7 @@ POINT_MARKS = 32  # a line with more points than this shows no dots
 TABLE_ROWS = 40  # more rows than this are not repeated as a table
 CSV_BYTES = 32_000  # a larger CSV would outweigh the page; then it holds the drawn points
 CSV_ROWS = 2000  # more rows than this exceed CSV_BYTES for certain, so they are not even written out
-WIDTH = 520  # px of the plotting area
+WIDTH = 440  # px of the plotting area; the page scales the drawing (results.css), so this sets the size of its text
 
 
 # ----------------------------------------------------------------------------------- data

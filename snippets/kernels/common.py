@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -48,7 +50,7 @@ def check_tensors(op: str, **tensors: torch.Tensor) -> None:
             )
         if first is None:
             first = (name, t.device)
-            if not t.is_cuda and not triton.knobs.runtime.interpret:
+            if not (t.device.type == "cpu" if triton.knobs.runtime.interpret else t.is_cuda):
                 raise ValueError(
                     f"{op}: {name} is on {t.device}; Triton kernels need a CUDA tensor. Move it with "
                     f"{name}.cuda(), or set TRITON_INTERPRET=1 before triton is imported to run on the CPU"
@@ -72,6 +74,33 @@ def as_rows(t: torch.Tensor) -> torch.Tensor:
     """``[..., W]`` as ``[N, W]`` with unit stride inside a row; copies only when no view can do it."""
     rows = t.reshape(-1, t.shape[-1])
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+
+
+def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator for ``Function.backward``: refuse create_graph=True, under which grad mode is on.
+
+    ``once_differentiable`` does not: where the incoming gradient itself needs no gradient it returns
+    the result as a constant, and a gradient penalty vanishes without a word.
+    """
+
+    @functools.wraps(backward)
+    def checked(ctx, *grads):
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                f"{type(ctx).__name__.removesuffix('Backward')}: no second derivative; call backward or "
+                "torch.autograd.grad without create_graph=True, or use the PyTorch operator"
+            )
+        return backward(ctx, *grads)
+
+    return checked
+
+
+@functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that one program may use, in bytes (Hopper's 227 KiB on the CPU)."""
+    if device.type != "cuda":
+        return 227 << 10
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 @functools.cache

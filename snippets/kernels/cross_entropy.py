@@ -2,7 +2,7 @@
 
 At Qwen3's vocabulary of 151936 the logits are the largest tensor of a training step (4096 tokens:
 1.2 GB in bf16). transformers 5.17 upcasts them to fp32 and stores their log-softmax; this kernel
-reads them once in the forward, keeps one loss and one log-sum-exp per row, and recomputes the
+reads them once in the forward, keeps the loss and the two parts of the log-sum-exp per row, and recomputes the
 softmax in the backward.
 
 Semantics of transformers' ForCausalLMLoss / fixed_cross_entropy: computed in fp32, mean over the
@@ -19,9 +19,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch.autograd.function import once_differentiable
 
-from snippets.kernels.common import accumulate_dtype, as_rows, check_tensors, compute_dtype, on
+from snippets.kernels.common import accumulate_dtype, as_rows, check_tensors, compute_dtype, first_derivative_only, on
 
 # Launch parameters; `python -m snippets.kernels.tune` tries others on the GPU at hand.
 #   bytes: of one row's logits that a program loads per step
@@ -41,21 +40,24 @@ def _online(x, m, s):
     """Take a tile ``x[LANES, VECTOR]`` into the running maximum ``m`` and sum ``s``, both ``[LANES]``."""
     new = tl.maximum(m, tl.max(x, axis=1))
     # A lane that has seen nothing but -inf would compute -inf - -inf = NaN.
-    base = tl.where(new == float("-inf"), 0.0, new) * LOG2E
-    s = s * tl.exp2(m * LOG2E - base) + tl.sum(tl.exp2(x * LOG2E - base[:, None]), axis=1)
+    base = tl.where(new == float("-inf"), 0.0, new)
+    # The difference first: it is exact near the maximum, and x * LOG2E alone overflows for the
+    # finfo.min that masks are made of.
+    s = s * tl.exp2((m - base) * LOG2E) + tl.sum(tl.exp2((x - base[:, None]) * LOG2E), axis=1)
     return new, s
 
 
 @triton.jit
 def _forward(
-    logits_ptr, labels_ptr, loss_ptr, lse2_ptr, stride, width, ignore_index,
+    logits_ptr, labels_ptr, loss_ptr, top_ptr, log2_ptr, stride, width, ignore_index,
     COMPUTE: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)  # row * stride passes 2^31 at 14135 rows of 151936
     label = tl.load(labels_ptr + row).to(tl.int64)
     if label == ignore_index:
         tl.store(loss_ptr + row, 0.0)
-        tl.store(lse2_ptr + row, 0.0)
+        tl.store(top_ptr + row, 0.0)
+        tl.store(log2_ptr + row, 0.0)
     else:
         x_ptr = logits_ptr + row * stride
         offsets = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
@@ -78,7 +80,9 @@ def _forward(
         valid = (label >= 0) & (label < width)
         target = tl.load(x_ptr + label, mask=valid, other=float("nan")).to(COMPUTE)
         tl.store(loss_ptr + row, (base - target) + log2_sum * LN2)
-        tl.store(lse2_ptr + row, tl.where(valid, base * LOG2E + log2_sum, float("nan")))
+        # Kept apart: their sum would round away the digits of the second where the first is large.
+        tl.store(top_ptr + row, base)
+        tl.store(log2_ptr + row, tl.where(valid, log2_sum, float("nan")))
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -93,8 +97,8 @@ def _reduce(
         rows = start + tl.arange(0, BLOCK)
         total += tl.load(loss_ptr + rows, mask=rows < n_rows, other=0.0)
         if COUNT:
-            labels = tl.load(labels_ptr + rows, mask=rows < n_rows, other=ignore_index)
-            counted += (labels != ignore_index).to(tl.int32)
+            labels = tl.load(labels_ptr + rows, mask=rows < n_rows, other=0).to(tl.int64)
+            counted += ((labels != ignore_index) & (rows < n_rows)).to(tl.int32)
     if COUNT:
         denominator = tl.sum(counted, axis=0).to(COMPUTE)
     else:
@@ -107,7 +111,7 @@ def _reduce(
 # --8<-- [start:backward]
 @triton.jit
 def _backward(
-    logits_ptr, labels_ptr, lse2_ptr, dloss_ptr, denominator_ptr, dlogits_ptr,
+    logits_ptr, labels_ptr, top_ptr, log2_ptr, dloss_ptr, denominator_ptr, dlogits_ptr,
     stride, out_stride, width, ignore_index, COMPUTE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -121,11 +125,12 @@ def _backward(
             tl.store(dx_ptr + start + offsets, zero, mask=start + offsets < width)
     else:
         scale = tl.load(dloss_ptr).to(COMPUTE) / tl.load(denominator_ptr)
-        lse2 = tl.load(lse2_ptr + row)
+        top = tl.load(top_ptr + row)
+        log2_sum = tl.load(log2_ptr + row)
         for start in range(0, width, BLOCK):
             at = start + offsets
             x = tl.load(x_ptr + at, mask=at < width, other=float("-inf"), eviction_policy="evict_first").to(COMPUTE)
-            probability = tl.exp2(x * LOG2E - lse2)
+            probability = tl.exp2((x - top) * LOG2E - log2_sum)
             dx = tl.where(at == label, probability - 1.0, probability) * scale
             tl.store(dx_ptr + at, dx.to(dlogits_ptr.dtype.element_ty), mask=at < width)
 # --8<-- [end:backward]
@@ -140,7 +145,7 @@ class CrossEntropyFunction(torch.autograd.Function):
         rows, labels = as_rows(logits), labels.reshape(-1).contiguous()
         n, width = rows.shape
         accumulate = accumulate_dtype(logits.dtype)
-        loss, lse2 = torch.empty((2, n), dtype=accumulate, device=logits.device)
+        loss, top, log2_sum = torch.empty((3, n), dtype=accumulate, device=logits.device)
         out = torch.empty((), dtype=accumulate, device=logits.device)
         denominator = torch.empty_like(out)
         config, reduce = CONFIG["forward"], CONFIG["reduce"]
@@ -148,7 +153,7 @@ class CrossEntropyFunction(torch.autograd.Function):
         with on(logits):
             if n:
                 _forward[(n,)](
-                    rows, labels, loss, lse2, rows.stride(0), width, ignore_index,
+                    rows, labels, loss, top, log2_sum, rows.stride(0), width, ignore_index,
                     COMPUTE=compute_dtype(logits.dtype), LANES=config["bytes"] // 16, VECTOR=vector,
                     num_warps=config["warps"],
                 )  # fmt: skip
@@ -157,19 +162,19 @@ class CrossEntropyFunction(torch.autograd.Function):
                 COUNT=items is None, COMPUTE=compute_dtype(logits.dtype), BLOCK=reduce["rows"],
                 num_warps=reduce["warps"],
             )  # fmt: skip
-        ctx.save_for_backward(logits, labels, lse2, denominator)
+        ctx.save_for_backward(logits, labels, top, log2_sum, denominator)
         ctx.ignore_index, ctx.inplace, ctx.consumed = ignore_index, inplace_backward, False
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx, dloss):
-        logits, labels, lse2, denominator = ctx.saved_tensors
         if ctx.consumed:
             raise RuntimeError(
                 "cross_entropy: the first backward has overwritten the logits; for a second one call "
                 "cross_entropy(..., inplace_backward=False)"
             )
+        logits, labels, top, log2_sum, denominator = ctx.saved_tensors
         ctx.consumed = ctx.inplace
         rows = as_rows(logits)
         n, width = rows.shape
@@ -178,10 +183,13 @@ class CrossEntropyFunction(torch.autograd.Function):
             config = CONFIG["backward"]
             with on(logits):
                 _backward[(n,)](
-                    rows, labels, lse2, dloss, denominator, out, rows.stride(0), width, width, ctx.ignore_index,
+                    rows, labels, top, log2_sum, dloss, denominator, out, rows.stride(0), width, width, ctx.ignore_index,
                     COMPUTE=compute_dtype(logits.dtype), BLOCK=config["bytes"] // logits.element_size(),
                     num_warps=config["warps"],
                 )  # fmt: skip
+        if ctx.inplace:
+            # Whoever else saved the logits for a backward gets autograd's error instead of wrong numbers.
+            torch.autograd.graph.increment_version(logits)
         return out, None, None, None, None
 
 
@@ -204,7 +212,8 @@ def cross_entropy(
         num_items_in_batch: None for the mean over the labels that count, else what the sum is divided
             by. A CPU tensor is copied to the device; for graph capture pass a device tensor.
         inplace_backward: write the gradient over the logits. Saves their size, but whoever else holds
-            the logits sees them change, and a second backward raises RuntimeError.
+            the logits sees them change. Another operator that needs them for its backward, and a second
+            backward through this one, raise RuntimeError.
 
     Returns:
         A scalar, fp32 (fp64 for fp64 logits); NaN when every label is ignored. Gradient for ``logits``

@@ -4,14 +4,15 @@
         loss = model(ids, labels=ids).loss      # Triton
     loss = model(ids, labels=ids).loss          # transformers, unchanged
 
-Only this one model object changes: what is set are attributes of its modules, never of classes or
-of transformers' own modules. Parameters, buffers and state_dict stay the same objects.
+Only this one model object changes: its modules get another class, a subclass of transformers' own
+with another ``forward``, and no class or module of transformers is touched. Parameters, buffers and
+state_dict stay the same objects; copies, replicas and pickles of a patched model are patched too.
 """
 
 from __future__ import annotations
 
+import functools
 import types
-from typing import Any
 
 import torch
 
@@ -53,6 +54,23 @@ def _with_rotary(forward: types.FunctionType) -> types.FunctionType:
     ours = types.FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__)
     ours.__kwdefaults__ = forward.__kwdefaults__
     return ours
+
+
+@functools.cache
+def _fused(name: str) -> type[torch.nn.Module]:
+    """The subclass of transformers' class ``name`` that runs the kernel."""
+    from transformers.models.qwen3 import modeling_qwen3
+
+    base = getattr(modeling_qwen3, name)
+    forward = {"Qwen3RMSNorm": _rms_norm_forward, "Qwen3MLP": _mlp_forward}.get(name) or _with_rotary(base.forward)
+    return type(f"Fused{name}", (base,), {"forward": forward, "__module__": __name__})
+
+
+def __getattr__(name: str):
+    # pickle looks classes up by their name in their module
+    if name in ("FusedQwen3RMSNorm", "FusedQwen3MLP", "FusedQwen3Attention"):
+        return _fused(name.removeprefix("Fused"))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 # --8<-- [end:replacements]
 
 
@@ -67,11 +85,12 @@ class Patch:
         swiglu, rope, cross_entropy: as named; cross_entropy is the loss of ``model(..., labels=...)``.
 
     ``off()`` restores exactly what was there, ``on()`` sets the kernels again; both may be repeated.
-    As a context manager it is on inside the block and off afterwards.
+    As a context manager it is on inside the (outermost) block and off afterwards.
 
     Raises:
         TypeError: another kind of model.
-        ValueError: the model is patched already, or computes something that the kernels don't.
+        ValueError: the model is patched already, computes something that the kernels don't, or one of
+            its modules has a ``forward`` of its own (a wrapper by another library).
     """
 
     def __init__(
@@ -91,25 +110,26 @@ class Patch:
                 f"patch: expected a Qwen3ForCausalLM, got {type(model).__name__}. Of a wrapped model pass the inner "
                 "one (model.module for DDP, model._orig_mod for torch.compile), and patch before wrapping"
             )
-        if swiglu and model.config.hidden_act != "silu":
+        if swiglu and model.config.hidden_act not in ("silu", "swish"):  # two names of one function
             raise ValueError(
                 f"patch: the model's activation is {model.config.hidden_act!r}, the kernel computes 'silu'; "
                 "pass swiglu=False"
             )
         qk_norm = rms_norm if qk_norm is None else qk_norm
         self.model = model
-        self._saved: list[tuple[Any, str, Any]] = []
-        self._plan: list[tuple[Any, str, Any]] = []  # (object, attribute, replacement)
+        self._depth = 0  # of nested with blocks
+        self._plan: list[tuple[str, torch.nn.Module, type, type]] = []  # name, module, class before, class after
         for name, module in model.named_modules():
             if isinstance(module, hf.Qwen3RMSNorm):
-                if qk_norm if name.endswith(("q_norm", "k_norm")) else rms_norm:
-                    self._plan.append((module, "forward", types.MethodType(_rms_norm_forward, module)))
-            elif isinstance(module, hf.Qwen3MLP) and swiglu:
-                self._plan.append((module, "forward", types.MethodType(_mlp_forward, module)))
-            elif isinstance(module, hf.Qwen3Attention) and rope:
-                self._plan.append((module, "forward", types.MethodType(_with_rotary(type(module).forward), module)))
-        if cross_entropy:
-            self._plan.append((model, "_loss_function", causal_lm_loss))  # what the loss_function setter sets
+                wanted = qk_norm if name.endswith(("q_norm", "k_norm")) else rms_norm
+            else:
+                wanted = (swiglu and isinstance(module, hf.Qwen3MLP)) or (rope and isinstance(module, hf.Qwen3Attention))
+            kind = type(module).__name__.removeprefix("Fused")
+            if wanted and kind not in ("Qwen3RMSNorm", "Qwen3MLP", "Qwen3Attention"):
+                raise ValueError(f"patch: {name} is a {kind}, another library's class; build the model before applying that library")
+            if wanted:
+                self._plan.append((name, module, type(module), _fused(kind)))
+        self._loss = cross_entropy
         self.on()
 
     @property
@@ -118,38 +138,58 @@ class Patch:
         return self.model.__dict__.get("_kernel_patch") is self
 
     def on(self) -> Patch:
-        """Set the kernels; nothing happens if they are set."""
+        """Set the kernels; nothing happens if they are set.
+
+        Raises:
+            ValueError: another patch is on, or a module has a ``forward`` of its own.
+        """
         if self.active:
             return self
         if "_kernel_patch" in self.model.__dict__:
             raise ValueError("patch: this model has another patch that is on; call its off() first")
-        # Instance attributes shadow the class's method. What an instance had before (hooks of other
-        # libraries sit there too) is kept for off(); _ABSENT says that it had nothing.
-        self._saved = [(obj, attribute, obj.__dict__.get(attribute, _ABSENT)) for obj, attribute, _ in self._plan]
-        for obj, attribute, value in self._plan:
-            obj.__dict__[attribute] = value
+        self._refuse_wrappers("it would go on calling the method that it wrapped, not the kernel")
+        for _, module, _, fused in self._plan:
+            module.__class__ = fused
+        if self._loss:  # what the loss_function setter sets; an instance attribute that is absent or a caller's own
+            self._loss_before = self.model.__dict__.get("_loss_function")
+            self.model.__dict__["_loss_function"] = causal_lm_loss
         self.model.__dict__["_kernel_patch"] = self
         return self
 
     def off(self) -> None:
-        """Restore the model; nothing happens if this patch is off."""
+        """Restore the model; nothing happens if this patch is off.
+
+        Raises:
+            ValueError: a module got a ``forward`` of its own meanwhile; it keeps hold of the kernel.
+        """
         if not self.active:
             return
-        for obj, attribute, value in self._saved:
-            if value is _ABSENT:
-                del obj.__dict__[attribute]
+        self._refuse_wrappers("it was set after the kernels and goes on calling them")
+        for _, module, before, _ in self._plan:
+            module.__class__ = before
+        if self._loss:
+            if self._loss_before is None:
+                del self.model.__dict__["_loss_function"]
             else:
-                obj.__dict__[attribute] = value
+                self.model.__dict__["_loss_function"] = self._loss_before
         del self.model.__dict__["_kernel_patch"]
 
+    def _refuse_wrappers(self, why: str) -> None:
+        for name, module, _, _ in self._plan:
+            if "forward" in module.__dict__:
+                raise ValueError(
+                    f"patch: {name} has a forward of its own (accelerate's hooks and Liger's instance patch set one); "
+                    f"{why}. Remove it first, or leave this kind of operator out"
+                )
+
     def __enter__(self) -> Patch:
+        self._depth += 1
         return self.on()
 
     def __exit__(self, *_exception) -> None:
-        self.off()
-
-
-_ABSENT = object()
+        self._depth -= 1
+        if self._depth == 0:
+            self.off()
 
 
 def patch(model: torch.nn.Module, **which: bool) -> Patch:

@@ -17,9 +17,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch.autograd.function import once_differentiable
 
-from snippets.kernels.common import accumulate_dtype, as_rows, check_tensors, check_width, compute_dtype, on, processors
+from snippets.kernels.common import (
+    accumulate_dtype, as_rows, check_tensors, check_width, compute_dtype, first_derivative_only, on, processors, shared_bytes,
+)  # fmt: skip
 
 # Launch parameters; `python -m snippets.kernels.tune` tries others on the GPU at hand.
 #   elements: numbers that one program holds at a time; short rows are packed until it is reached
@@ -29,7 +30,7 @@ from snippets.kernels.common import accumulate_dtype, as_rows, check_tensors, ch
 #   columns: least width of a program of the second stage (16 numbers of fp32 are two memory sectors)
 #   "narrow" applies to rows of at most NARROW numbers, that is to q_norm and k_norm
 NARROW = 512
-SHARED_BYTES = 192 << 10  # of one multiprocessor, for loads ahead; Hopper has 227 KiB, reductions need some too
+REDUCTION_BYTES = 8 << 10  # shared memory that is left to the reductions
 CONFIG = {
     "forward": {"elements": 4096, "warps": 8},
     "forward_narrow": {"elements": 1024, "warps": 2},
@@ -63,9 +64,9 @@ def _forward(
 
 
 # --8<-- [start:backward]
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["n_rows", "n_blocks"])
 def _backward(
-    dy_ptr, x_ptr, w_ptr, dx_ptr, partial_ptr, dy_stride, x_stride, n_rows,
+    dy_ptr, x_ptr, w_ptr, dx_ptr, partial_ptr, dy_stride, x_stride, n_rows, n_blocks,
     WIDTH: tl.constexpr, EPS: tl.constexpr, COMPUTE: tl.constexpr, NEEDS_DW: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -77,8 +78,8 @@ def _backward(
 
     # Persistent: a fixed number of programs walks over all rows, so that dw stays in registers
     # and only one partial row per program is written.
-    for block in tl.range(pid, tl.cdiv(n_rows, BLOCK_ROWS), tl.num_programs(0), num_stages=STAGES):
-        rows = (block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
+    for block in tl.range(pid, n_blocks, tl.num_programs(0), num_stages=STAGES):
+        rows = block * tl.full([], BLOCK_ROWS, tl.int64) + tl.arange(0, BLOCK_ROWS)
         mask = (rows < n_rows)[:, None] & inside[None, :]
         x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
         dy = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
@@ -122,10 +123,10 @@ def _blocks(config: dict, width: int) -> tuple[int, int, int]:
     return rows, padded, warps
 
 
-def _stages(config: dict, elements: int, itemsize: int) -> int:
+def _stages(config: dict, elements: int, itemsize: int, shared: int) -> int:
     """Row blocks to load ahead. x and dy of each wait in shared memory; rows too wide for that get none."""
     needed = config["stages"] * config["waves"] * 2 * elements * itemsize
-    return config["stages"] if needed <= SHARED_BYTES else 1
+    return config["stages"] if needed <= shared - REDUCTION_BYTES else 1
 
 
 # --8<-- [start:wrapper]
@@ -151,7 +152,7 @@ class RMSNormFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         width = x.shape[-1]
@@ -164,16 +165,18 @@ class RMSNormFunction(torch.autograd.Function):
 
         config = CONFIG["backward_narrow" if width <= NARROW else "backward"]
         block_rows, block_width, warps = _blocks(config, width)
-        programs = min(processors(x.device) * config["waves"], triton.cdiv(n, block_rows))
+        blocks = triton.cdiv(n, block_rows)
+        programs = min(processors(x.device) * config["waves"], blocks)
+        itemsize = max(x.element_size(), dy.element_size())
         accumulate = accumulate_dtype(dy.dtype)
         partial = torch.empty((programs, width), dtype=accumulate, device=x.device) if needs_dw else dx
         dw = torch.empty(weight.shape, dtype=weight.dtype, device=x.device) if needs_dw else None
         with on(x):
             _backward[(programs,)](
-                dy_rows, rows, weight.contiguous(), dx, partial, dy_rows.stride(0), rows.stride(0), n,
+                dy_rows, rows, weight.contiguous(), dx, partial, dy_rows.stride(0), rows.stride(0), n, blocks,
                 WIDTH=width, EPS=ctx.eps, COMPUTE=compute_dtype(dy.dtype), NEEDS_DW=needs_dw,
                 BLOCK_ROWS=block_rows, BLOCK_WIDTH=block_width, num_warps=warps,
-                STAGES=_stages(config, block_rows * block_width, max(x.element_size(), dy.element_size())),
+                STAGES=_stages(config, block_rows * block_width, itemsize, shared_bytes(x.device)),
             )  # fmt: skip
             if needs_dw:
                 reduce = CONFIG["reduce"]

@@ -20,9 +20,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch.autograd.function import once_differentiable
 
-from snippets.kernels.common import check_tensors, check_width, compute_dtype, on
+from snippets.kernels.common import check_tensors, check_width, compute_dtype, first_derivative_only, on
 
 # Launch parameters; `python -m snippets.kernels.tune` tries others on the GPU at hand.
 #   elements: numbers per half-tile; it sets how many heads are turned at a time
@@ -133,10 +132,12 @@ class RoPEFunction(torch.autograd.Function):
         _run(q, k, q_out, k_out, cos, sin, backward=False)
         ctx.save_for_backward(cos, sin)
         ctx.strides = q_out.stride(), k_out.stride()
+        needs = ctx.needs_input_grad
+        ctx.mark_non_differentiable(*(out for out, need in ((q_out, needs[0]), (k_out, needs[1])) if not need))
         return q_out, k_out
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx, dq_out, dk_out):
         cos, sin = ctx.saved_tensors
         # Attention may return gradients in another order; going back to the order of q and k
@@ -152,22 +153,18 @@ def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor)
 
     Args:
         q: ``[B, Hq, S, D]``, any strides; bf16, fp16, fp32 or fp64; D even.
-        k: ``[B, Hk, S, D]``, same dtype. Hq and Hk are independent.
-        cos, sin: ``[B, S, D]`` or ``[1, S, D]``, same dtype, as Qwen3RotaryEmbedding returns them.
+        k: ``[B, Hk, S, D]``. Hq and Hk are independent.
+        cos, sin: ``[B, S, D]`` or ``[1, S, D]``, as Qwen3RotaryEmbedding returns them. Of other dtypes
+            than q or k, the results have the promoted dtype, as in PyTorch (norms kept in fp32, say).
 
     Returns:
         Rotated q and k in the memory order of the inputs. Gradients for q and k, once differentiable.
 
     Raises:
-        TypeError, ValueError: unsupported or differing dtypes, devices or shapes; cos or sin that
+        TypeError, ValueError: unsupported dtypes, devices or shapes; cos or sin that
             require a gradient (transformers computes them under no_grad).
     """
     check_tensors("rope", q=q, k=k, cos=cos, sin=sin)
-    if not q.dtype == k.dtype == cos.dtype == sin.dtype:
-        raise TypeError(
-            f"rope: q, k, cos, sin have dtypes {q.dtype}, {k.dtype}, {cos.dtype}, {sin.dtype}; they must be equal. "
-            "Convert cos and sin with .to(q.dtype), as Qwen3RotaryEmbedding does"
-        )
     shape = q.shape
     if len(shape) != 4 or k.dim() != 4 or (k.shape[0], k.shape[2], k.shape[3]) != (shape[0], shape[2], shape[3]):
         raise ValueError(
@@ -183,5 +180,16 @@ def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor)
         raise ValueError(f"rope: the head dimension is {shape[3]}; it must be even, since halves are rotated")
     if cos.requires_grad or sin.requires_grad:
         raise ValueError("rope: cos and sin get no gradient here; compute them under torch.no_grad() or detach() them")
-    return RoPEFunction.apply(q, k, cos, sin)
+    if q.dtype == k.dtype == cos.dtype == sin.dtype:
+        return RoPEFunction.apply(q, k, cos, sin)
+    # q * cos + rotate_half(q) * sin promotes before it multiplies; so does this. q and k may end up apart.
+    table = torch.promote_types(cos.dtype, sin.dtype)
+    wide = [torch.promote_types(t.dtype, table) for t in (q, k)]
+    if wide[0] == wide[1]:
+        return RoPEFunction.apply(q.to(wide[0]), k.to(wide[0]), cos.to(wide[0]), sin.to(wide[0]))
+    q_out, k_out = (
+        RoPEFunction.apply(t.to(d), t.new_empty((shape[0], 0, *shape[2:]), dtype=d), cos.to(d), sin.to(d))[0]
+        for t, d in zip((q, k), wide, strict=True)
+    )
+    return q_out, k_out
 # --8<-- [end:wrapper]

@@ -14,10 +14,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch.autograd.function import once_differentiable
 from triton.language.extra import libdevice
 
-from snippets.kernels.common import as_rows, check_tensors, compute_dtype, on
+from snippets.kernels.common import as_rows, check_tensors, compute_dtype, first_derivative_only, on
 
 # Launch parameters; `python -m snippets.kernels.tune` tries others on the GPU at hand.
 #   elements: numbers per program; warps: for them (8 numbers of bf16 are one 16-byte access)
@@ -116,7 +115,7 @@ class SwiGLUFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx, dy):
         gate, up = ctx.saved_tensors
         dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)

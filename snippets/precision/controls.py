@@ -102,7 +102,7 @@ def rms_dw_partials_stored_narrow(x, w, eps):
     return s.rms(x, w, eps, dw=lambda t: s.sum_chunks(t, 16, partial=w.dtype))
 
 
-@control("rms_norm", "写死 fp32:fp64 输入也在 fp32 里算")
+@control("rms_norm", "写死 fp32：fp64 输入也在 fp32 里算")
 def rms_fp32_only(x, w, eps):
     h = x.float()
     h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
@@ -168,7 +168,7 @@ def ce_online(logits, labels, ignore_index=-100, num_items_in_batch=None):
     return s.cross_entropy(logits, labels, ignore_index, num_items_in_batch, lse=lse)
 
 
-@control("cross_entropy", "写死 fp32:fp64 输入也在 fp32 里算")
+@control("cross_entropy", "写死 fp32：fp64 输入也在 fp32 里算")
 def ce_fp32_only(logits, labels, ignore_index=-100):
     return F.cross_entropy(logits.float(), labels, ignore_index=ignore_index).to(compute_dtype(logits))
 
@@ -195,7 +195,7 @@ def ours() -> list[Control]:
     k = importlib.import_module("snippets.kernels")
     return [
         Control("ours_rms_norm", "rms_norm", k.rms_norm, "本项目的 Triton RMSNorm"),
-        Control("ours_head_norm", "head_norm", k.rms_norm, "本项目的 Triton RMSNorm(q_norm/k_norm)"),
+        Control("ours_head_norm", "head_norm", k.rms_norm, "本项目的 Triton RMSNorm（q_norm、k_norm）"),
         Control("ours_swiglu", "swiglu", k.swiglu, "本项目的 Triton SwiGLU"),
         Control("ours_rope", "rope", k.rope, "本项目的 Triton RoPE"),
         Control("ours_cross_entropy", "cross_entropy", k.cross_entropy, "本项目的 Triton 交叉熵"),

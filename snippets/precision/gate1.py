@@ -175,7 +175,7 @@ def check(
 
     if dtype == torch.float64 and "saved" not in set(allow):
         ok, verdict.gradcheck = gradcheck(fn, op, device)
-        verdict.findings.append(Finding("gradcheck", ok, verdict.gradcheck.splitlines()[1][:200], str(op.small)))
+        verdict.findings.append(Finding("gradcheck", ok, verdict.gradcheck.splitlines()[1].split(",")[0][:120], str(op.small)))
     elif dtype == torch.float64:
         verdict.notes.append("声明了改写保存的张量，gradcheck（多次反向）不适用")
 
@@ -206,7 +206,7 @@ def bad_of(findings_of: Callable[[judge.Prepared, Run], list[Finding]]) -> Calla
 
 def _ratio_finding(s: judge.Stat, case: Case, dtype: str) -> Finding:
     over_max, over_rms = s.max_ratio / judge.MAX_RATIO, s.rms_ratio / s.rms_limit
-    text = s.why or f"{s.name}({dtype})：误差为同精度参考的 max {s.max_ratio:.2f}×、rms {s.rms_ratio:.2f}×"
+    text = s.why or f"{s.name}({dtype})：误差 / 分母 max {s.max_ratio:.2f}×、rms {s.rms_ratio:.2f}×"
     by_max = over_max >= over_rms or not s.rms_judged
     value, limit = (s.max_ratio, judge.MAX_RATIO) if by_max else (s.rms_ratio, s.rms_limit)
     return Finding(f"{s.name} 误差比（{dtype}）", s.ok, text, f"{case.setup}", value, limit)

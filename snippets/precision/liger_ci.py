@@ -196,7 +196,7 @@ SETTINGS = [
             {BF16: (2e-1, 2e-2), FP32: (1e-4, 1e-6)}, "rms_norm", RMS_NORM, ("x", "w")),
 ]  # fmt: skip
 
-LIGER = "Liger 本尊"
+LIGER = "Liger 原版"
 
 
 def with_liger(setting: Setting) -> Setting:

@@ -286,7 +286,7 @@ def rope_interleaved(q, k, cos, sin):
     return s.rope(q, k, cos, sin, turn=turn)
 
 
-@mutant("rope", "gate1", "忽略 cos/sin 的批下标，总用第 0 行", "Liger #477")
+@mutant("rope", "gate1", "忽略 cos/sin 的 batch 下标，总用第 0 行", "Liger #477")
 def rope_ignores_batch(q, k, cos, sin):
     return s.rope(q, k, cos[:1], sin[:1])
 

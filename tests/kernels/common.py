@@ -1,5 +1,6 @@
 """Checks that every kernel has to pass, written once."""
 
+import pytest
 import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -39,6 +40,15 @@ def compare(kernel, reference, args, tolerance=None):
             torch.testing.assert_close(
                 g, w, rtol=tolerance, atol=tolerance * scale, msg=lambda m, k=kind: f"{k} gradient: {m}"
             )
+
+
+def no_second_derivative(kernel, args):
+    """create_graph=True is refused, also where the incoming gradient is a constant: the way of a gradient penalty."""
+    leaves = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
+    total = sum(o.sum() for o in listed(kernel(*args)))
+    with pytest.raises(RuntimeError, match="no second derivative.*create_graph"):
+        torch.autograd.grad(total, leaves, create_graph=True)
+    torch.autograd.grad(total, leaves)  # and the refusal has used up nothing
 
 
 def embedded(shape, dtype, change):

@@ -5,7 +5,7 @@ from torch.nn import functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from snippets.kernels import causal_lm_loss, cross_entropy
-from tests.kernels.common import DEVICE, compare, embedded, guarded, twice
+from tests.kernels.common import DEVICE, compare, embedded, guarded, no_second_derivative, twice
 
 
 def inputs(rows, vocabulary, dtype, ignored=0.3, scale=1.0):
@@ -125,6 +125,46 @@ def test_noncontiguous_input(change):
 def test_inputs_kept_and_backward_repeatable():
     logits, labels = inputs(9, 40, torch.float64)
     twice(lambda t: cross_entropy(t, labels), (logits,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("where", [slice(0, 4), slice(3, 900), slice(8997, 9001)], ids=str)
+def test_logits_at_the_ends_of_the_range(where, dtype):
+    # finfo.min is how masks are often written; times log2(e) it would overflow.
+    logits, labels = inputs(3, 9001, dtype)
+    logits = logits.detach()
+    logits[:, where] = torch.finfo(dtype).min
+    logits[1, 1000] = torch.finfo(dtype).max
+    labels[:] = torch.tensor([2000, 1000, -100])
+    compare(*both(labels), (logits.requires_grad_(),))
+
+
+@pytest.mark.parametrize("shift", [100.0, 1e4, -1e4])
+def test_a_shift_of_all_logits_costs_no_digits(shift):
+    logits, labels = inputs(5, 300, torch.float32)
+    logits = (logits.detach() + shift).requires_grad_()
+    ours, theirs = both(labels)
+    (got,) = torch.autograd.grad(ours(logits), logits)
+    exact = logits.detach().double().requires_grad_()
+    (want,) = torch.autograd.grad(theirs(exact), exact)
+    assert (got - want).norm() < 1e-6 * want.norm()
+
+
+def test_second_derivative_is_refused():
+    logits, labels = inputs(3, 7, torch.float64)
+    no_second_derivative(lambda x: cross_entropy(x, labels), [logits])
+
+
+def test_int32_labels_and_an_ignore_index_beyond_int32():
+    logits, labels = inputs(5, 9, torch.float64, ignored=0)
+    compare(lambda x: cross_entropy(x, labels.int(), ignore_index=2**40), lambda x: F.cross_entropy(x, labels), [logits])
+
+
+def test_inplace_backward_is_no_secret_from_other_users_of_the_logits():
+    logits, labels = inputs(5, 9, torch.float64)
+    shared = logits * 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (shared.pow(2).sum() + cross_entropy(shared, labels, inplace_backward=True)).backward()
 
 
 def test_inplace_backward_gives_the_same_gradient_once():

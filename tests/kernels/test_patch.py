@@ -1,5 +1,6 @@
 import copy
 import importlib
+import pickle
 
 import pytest
 import torch
@@ -29,6 +30,10 @@ def batch():
     labels[0, :4] = -100
     positions = torch.stack([torch.arange(11), torch.arange(7, 18)]).to(DEVICE)  # cos/sin with a batch of 2
     return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+
+def fused(model):
+    return {n: type(m).__name__.startswith("Fused") for n, m in model.named_modules()}
 
 
 def run(model):
@@ -70,17 +75,15 @@ def test_every_module_runs_the_kernels(model, monkeypatch):
 )
 def test_norm_flags(model, flags, norms, head_norms):
     with Patch(model, **flags):
-        changed = [n for n, m in model.named_modules() if type(m).__name__ == "Qwen3RMSNorm" and "forward" in vars(m)]
+        changed = [n for n, m in model.named_modules() if type(m).__name__ == "FusedQwen3RMSNorm"]
     assert sum("q_norm" in n or "k_norm" in n for n in changed) == head_norms
     assert len(changed) == norms + head_norms
 
 
 def test_off_restores_the_objects_exactly(model):
     def state():
-        return {n: dict(vars(m)) for n, m in model.named_modules()}
+        return {n: (type(m), dict(vars(m))) for n, m in model.named_modules()}
 
-    hook = model.model.norm.forward  # another library's instance attribute
-    model.model.norm.forward = hook
     before = state()
     handle = patch(model)
     assert handle.active and model.loss_function is causal_lm_loss
@@ -101,13 +104,62 @@ def test_another_model_and_transformers_stay_untouched(model):
     with patch(model):
         assert modeling_qwen3.apply_rotary_pos_emb is original
         assert methods == {n: vars(getattr(modeling_qwen3, n))["forward"] for n in CLASSES}
-        assert not any("forward" in vars(m) for m in other.modules())
+        assert not any(fused(other).values())
+
+
+def test_nested_blocks_end_with_the_outermost(model):
+    switch = patch(model)
+    with switch:
+        with switch:
+            pass
+        assert switch.active
+    assert not switch.active
+
+
+def test_a_copy_can_be_switched_by_its_own_patch(model):
+    plain = run(model)
+    with patch(model):
+        inside, twin = run(model), copy.deepcopy(model)
+    assert all(torch.equal(v, inside[n]) for n, v in run(twin).items())
+    twin._kernel_patch.off()
+    assert all(torch.equal(v, plain[n]) for n, v in run(twin).items())
+
+
+def test_a_shallow_copy_uses_its_own_weights(model):
+    with patch(model):
+        norm = copy.copy(model.model.norm)
+        norm._parameters = {"weight": torch.nn.Parameter(torch.zeros_like(norm.weight))}
+        assert not norm(torch.ones(2, 64, device=DEVICE)).any()
+
+
+def test_a_patched_model_can_be_pickled(model):
+    with patch(model):
+        inside, loaded = run(model), pickle.loads(pickle.dumps(model))
+    assert fused(loaded) == {n: "norm" in n or n.endswith(("mlp", "self_attn")) for n in fused(loaded)}
+    assert all(torch.equal(v, inside[n]) for n, v in run(loaded).items())
+
+
+def test_wrappers_of_other_libraries_are_refused_before_and_after(model):
+    norm = model.model.layers[0].input_layernorm
+    norm.forward = norm.forward
+    with pytest.raises(ValueError, match="layers.0.input_layernorm.*own"):
+        patch(model)
+    assert not any(fused(model).values()) and "_kernel_patch" not in vars(model)
+    del norm.forward
+    switch = patch(model)
+    norm.forward = norm.forward
+    with pytest.raises(ValueError, match="input_layernorm.*goes on calling"):
+        switch.off()
+    assert switch.active
+    del norm.forward
+    switch.off()
+    assert not any(fused(model).values())
 
 
 def test_off_after_an_exception(model):
     with pytest.raises(KeyError), patch(model):
         raise KeyError
-    assert not any("forward" in vars(m) for m in model.modules())
+    assert not any(fused(model).values())
 
 
 def test_generation_with_a_cache(model):

@@ -3,7 +3,7 @@ import torch
 from torch.autograd import gradcheck
 
 from snippets.kernels import rms_norm
-from tests.kernels.common import DEVICE, compare, embedded, guarded, twice
+from tests.kernels.common import DEVICE, compare, embedded, guarded, no_second_derivative, twice
 
 EPS = 1e-6
 
@@ -107,10 +107,7 @@ def test_errors(make, error, says):
 
 
 def test_second_derivative_is_refused():
-    x, w = inputs((2, 3), torch.float64)
-    (dx,) = torch.autograd.grad(rms_norm(x, w).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.sum().backward()
+    no_second_derivative(rms_norm, inputs((2, 3), torch.float64))
 
 
 @pytest.mark.gpu
@@ -125,6 +122,21 @@ def test_bf16_on_gpu_rounds_like_transformers(shape):
     # Only the order of the fp32 sum differs: a last bit of rstd, which seldom crosses a bf16 boundary.
     assert (ours != theirs).float().mean() < 1e-3
     torch.testing.assert_close(ours, theirs, rtol=2**-6, atol=0)
+
+
+@pytest.mark.gpu
+def test_more_than_2_31_elements():
+    x = torch.zeros(65537, 32768, dtype=torch.bfloat16, device="cuda")
+    x[-1] = torch.randn(32768, device="cuda")
+    w = torch.randn(32768, device="cuda").bfloat16()
+    last = x[-1:].clone().requires_grad_()
+    want = rms_norm(last, w)
+    (dx,) = torch.autograd.grad(want.sum(), last)
+    x.requires_grad_()
+    y = rms_norm(x, w)
+    assert torch.equal(y[-1:], want) and not y[0].any()
+    (got,) = torch.autograd.grad(y, x, torch.ones((), dtype=y.dtype, device="cuda").expand(y.shape))
+    assert torch.equal(got[-1:], dx)
 
 
 @pytest.mark.gpu

@@ -4,7 +4,7 @@ from torch.autograd import gradcheck
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from snippets.kernels import rope
-from tests.kernels.common import DEVICE, compare, guarded, twice
+from tests.kernels.common import DEVICE, compare, guarded, no_second_derivative, twice
 
 
 def inputs(dtype, batch=2, q_heads=4, k_heads=2, length=5, width=8, cos_batch=None, layout="hf"):
@@ -106,10 +106,28 @@ def test_neighbours_don_t_matter_and_aren_t_written():
     guarded(rope, apply_rotary_pos_emb, shapes, grad=(0, 1))
 
 
+def test_second_derivative_is_refused():
+    no_second_derivative(rope, inputs(torch.float64))
+
+
+@pytest.mark.parametrize("narrow", [("q",), ("k",), ("q", "k"), ("cos", "sin"), ("q", "sin"), ("q", "k", "cos", "sin")], ids=str)
+def test_mixed_dtypes_promote_as_in_transformers(narrow):
+    args = dict(zip(("q", "k", "cos", "sin"), inputs(torch.float64), strict=True))
+    args |= {n: args[n].detach().float().requires_grad_(n in "qk") for n in narrow}
+    compare(rope, apply_rotary_pos_emb, list(args.values()), tolerance=2e-5)
+
+
+@pytest.mark.parametrize("wanted", [0, 1])
+def test_an_output_needs_a_gradient_only_if_its_input_does(wanted):
+    args = list(inputs(torch.float64))
+    args[1 - wanted] = args[1 - wanted].detach()
+    assert [o.requires_grad for o in rope(*args)] == [i == wanted for i in range(2)]
+    compare(lambda *a: rope(*a)[wanted], lambda *a: apply_rotary_pos_emb(*a)[wanted], args)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "says"),
     [
-        ({"cos": lambda t: t.float()}, TypeError, r"\.to\(q\.dtype\)"),
         ({"cos": lambda t: t[:, :2]}, ValueError, "cos has shape"),
         ({"cos": lambda t: t[0], "sin": lambda t: t[0]}, ValueError, "cos has shape"),
         ({"k": lambda t: t[:, :, :3]}, ValueError, "k has"),
@@ -123,6 +141,17 @@ def test_errors(change, error, says):
     args = dict(zip(("q", "k", "cos", "sin"), inputs(torch.float64), strict=True))
     with pytest.raises(error, match=says):
         rope(**{n: change.get(n, lambda t: t)(t) for n, t in args.items()})
+
+
+@pytest.mark.gpu
+def test_more_than_2_31_elements():
+    length = 2**31 // (32 * 128) + 3
+    q = torch.zeros(1, length, 32, 128, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
+    k = torch.randn(1, length, 1, 128, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
+    q[:, :, -1] = torch.randn(32, 128, device="cuda")
+    cos, sin = torch.randn(2, 1, length, 128, dtype=torch.bfloat16, device="cuda")
+    got, want = rope(q, k, cos, sin), rope(q[:, :, -1:], k[:, :, -1:], cos[:, -1:], sin[:, -1:])
+    assert all(torch.equal(g[:, :, -1:], w) for g, w in zip(got, want, strict=True)) and not got[0][:, :, 0].any()
 
 
 @pytest.mark.gpu

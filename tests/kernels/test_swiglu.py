@@ -4,7 +4,7 @@ from torch.autograd import gradcheck
 from torch.nn.functional import silu
 
 from snippets.kernels import swiglu
-from tests.kernels.common import DEVICE, compare, embedded, guarded, twice
+from tests.kernels.common import DEVICE, compare, embedded, guarded, no_second_derivative, twice
 
 
 def reference(gate, up):
@@ -46,6 +46,10 @@ def test_noncontiguous_input(change):
 
 def test_inputs_kept_and_backward_repeatable():
     twice(swiglu, inputs((9, 40), torch.float64))
+
+
+def test_second_derivative_is_refused():
+    no_second_derivative(swiglu, inputs((2, 3), torch.float64))
 
 
 @pytest.mark.parametrize("width", [5, 64])

@@ -81,6 +81,7 @@ def test_progressive_starts_at_zero_and_stays_small(smoke):
     steps = smoke["progressive"]
     assert steps[0]["logit_max_diff"] == 0 and steps[0]["ratio"] == 1
     assert len(steps) == 1 + len(t.KINDS)
+    assert steps[0]["changed"] == 0 < steps[1]["changed"] <= 1
     assert all(0 < r["logit_max_diff"] < 1e-4 and r["ratio"] < 1.5 for r in steps[1:])
 
 
@@ -143,4 +144,4 @@ def test_ours_and_liger_agree_in_bf16():
     model = qwen3.tiny(2, torch.bfloat16, "cuda", hidden_size=256, intermediate_size=512)
     ids = torch.randint(512, (2, 64), device="cuda")
     rows = {m: v for m, v, *_ in t.align_liger(model, ids, t.liger_table(model, lambda: qwen3.tiny(1, device="cuda")))}
-    assert 0 < rows["logits：我们 对 Liger"] < 0.05
+    assert 0 < rows["logits：本项目对 Liger"] < 0.05
