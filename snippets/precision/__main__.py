@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from snippets.precision.cases import OPS, UsageError, adapt, generic, lifted, parse_inputs
-from snippets.precision.judge import Verdict
 from snippets.precision.structure import OVERWRITES
+from snippets.precision.verdict import Verdict
 
 TITLES = {"gate1": "Gate 1（fp64：公式对不对）", "gate2": "Gate 2（bf16 与 fp32：误差不大于 PyTorch）", "gate3": "Gate 3（训练曲线）"}
 SHOWN = 6  # failing findings printed per gate

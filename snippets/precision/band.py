@@ -34,7 +34,8 @@ from torch.nn import functional as F
 from snippets import qwen3
 from snippets.measure import MeasureError, Tables, cli, progress
 from snippets.precision import corpus, gate3
-from snippets.precision.training import IGNORE, LAST, Run, finite, make, train, variant
+from snippets.precision.loop import IGNORE, LAST, Run, finite, make, train
+from snippets.precision.training import variant
 
 EXPERIMENT = {
     "title": "种子带与故意写错的 kernel：Gate 3 看得见什么（4 层）",

@@ -108,7 +108,7 @@ def values(family: str, shape: tuple[int, ...], gen: torch.Generator) -> Tensor:
     randn; tiny3/tiny4 (row rms 1e-3/1e-4: eps matters); outlier (a few channels × 100); large
     (× 40); positive (one-sided, sums grow); negative
     (all below -100: a maximum that starts at 0 is wrong); zero_rows (every third row exactly zero); mixed (row
-    scales from 1e-4 to 1e2).
+    scales from 1e-4 to 1e2); masked (classes 1 to V/2 at the least finite bf16 value, as masks are written).
 
     Raises:
         UsageError: unknown family.
@@ -133,6 +133,10 @@ def values(family: str, shape: tuple[int, ...], gen: torch.Generator) -> Tensor:
             if shape:
                 x[..., :: max(shape[-1] // 3, 1)] *= 100
             return x
+        case "masked":
+            if shape:
+                x[..., 1 : shape[-1] // 2] = torch.finfo(torch.bfloat16).min
+            return x
         case "zero_rows":
             keep = torch.arange(n, device=x.device).remainder(3).ne(1).reshape(rows)
             return x * keep
@@ -146,9 +150,12 @@ def labels(family: str, shape: tuple[int, ...], high: int, gen: torch.Generator,
     """int64 indices below ``high``: first and last class always occur.
 
     With an ``ignore`` value: 14 % of them ignored; family "many_ignored": 90 %; "none_ignored": none.
+    Family "masked": none of the masked classes.
     """
     y = torch.randint(high, shape, generator=gen, device=gen.device)
     flat = y.view(-1)
+    if family == "masked":
+        flat[(flat >= 1) & (flat < high // 2)] = high - 1
     if ignore is not None and family != "none_ignored":
         share = 0.9 if family == "many_ignored" else 0.14
         flat[_rand(flat.shape, gen) < share] = ignore
@@ -446,7 +453,7 @@ def _plan_ce(gate: int, level: str) -> list[Setup]:
     out = [Setup({"N": n, "V": v}, seed=i) for i, (n, v) in enumerate(shapes)]
     m = {"N": mid[0], "V": mid[1]}
     out += [Setup(m, family=f, seed=20) for f in (
-        "none_ignored", "many_ignored", "large", "negative", "outlier", "positive", "zero_rows", "tiny3")]  # fmt: skip
+        "none_ignored", "many_ignored", "large", "negative", "outlier", "positive", "zero_rows", "tiny3", "masked")]  # fmt: skip
     out += [Setup(m, layout=lay, seed=40) for lay in ("transposed", "sliced")]
     out += [Setup(m, options={"ignore_index": 3}, seed=50)]
     out += [Setup(m, options={"num_items_in_batch": n}, seed=51) for n in (mid[0] * 3, f"tensor:{mid[0] * 3}")]

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from snippets.precision import judge
 from snippets.precision.cases import Case, Op, Setup, UsageError, adapt, build
-from snippets.precision.judge import Finding, Run, Verdict, describe, named
+from snippets.precision.judge import Run, describe, named
 from snippets.precision.structure import main_setup, soil, structural
+from snippets.precision.verdict import Finding, Verdict
 
 RTOL, NOISE = 1e-8, 1e-9
 FP32_LIKE = 1e-4  # errors below this (of the tensor's maximum) look like fp32 arithmetic, above like a wrong formula

@@ -16,8 +16,9 @@ import torch
 from snippets.precision import judge
 from snippets.precision.cases import Op, Setup, adapt, build
 from snippets.precision.gate1 import MOST_FAILURES, _ratio_finding, bad_of, judge_seed
-from snippets.precision.judge import Finding, Run, Stat, Verdict, describe
+from snippets.precision.judge import Run, Stat, describe
 from snippets.precision.structure import soil, structural
+from snippets.precision.verdict import Finding, Verdict
 
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float16: "fp16"}
 

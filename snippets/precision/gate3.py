@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 import torch
 
-from snippets.precision.judge import Finding, Verdict
+from snippets.precision.verdict import Finding, Verdict
 
 STEP0, NUDGE_RATIO, NUDGE_DRIFT, SEED_DRIFT, SLACK, SIGMA = 1e-3, 3.0, 3.0, 0.5, 1e-3, 3.0
 FEWEST = 3  # seeds, and nudged runs: fewer give no spread worth the name

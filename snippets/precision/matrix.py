@@ -28,8 +28,9 @@ from snippets.measure import MeasureError, Tables, cli, device, progress, seeded
 from snippets.precision import corpus, gate1, gate2, gate3
 from snippets.precision.cases import OPS, adapt
 from snippets.precision.controls import Control, all_controls, public_faults
-from snippets.precision.judge import Finding, Verdict, forget
+from snippets.precision.judge import forget
 from snippets.precision.mutants import MUTANTS, Mutant
+from snippets.precision.verdict import Finding, Verdict
 
 EXPERIMENT = {
     "title": "变异 × 关卡：每个故意写错的 kernel 被哪一关拒绝",

@@ -323,6 +323,20 @@ def ce_no_max(logits, labels, ignore_index=-100, num_items_in_batch=None):
                            lse=lambda z: torch.exp(z).sum(-1, keepdim=True).log())  # fmt: skip
 
 
+def _lse_scaled_first(z):
+    """exp(x) = exp2(x log2 e), multiplied before the maximum is subtracted: a tile of finfo.min becomes -inf - -inf."""
+    tiles = [t * 1.4426950408889634 for t in z.tensor_split(8, -1) if t.shape[-1]]
+    tops = [t.amax(-1, keepdim=True) for t in tiles]
+    top = torch.cat(tops, -1).amax(-1, keepdim=True)
+    total = sum((t - m).exp2().sum(-1, keepdim=True) * (m - top).exp2() for t, m in zip(tiles, tops, strict=True))
+    return (top + total.log2()) / 1.4426950408889634
+
+
+@mutant("cross_entropy", "gate2", "在线 softmax 先乘 log2(e) 再减最大值，掩码行成 NaN")
+def ce_scaled_before_subtracting(logits, labels, ignore_index=-100, num_items_in_batch=None):
+    return s.cross_entropy(logits, labels, ignore_index, num_items_in_batch, lse=_lse_scaled_first)
+
+
 @mutant("cross_entropy", "gate1", "反向不乘上游梯度（假定为 1）")
 def ce_ignores_grad_output(logits, labels, ignore_index=-100, num_items_in_batch=None):
     return s.cross_entropy(logits, labels, ignore_index, num_items_in_batch, scale=torch.ones_like)

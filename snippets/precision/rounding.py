@@ -1,6 +1,6 @@
 """The yardstick at full depth: how far does mere rounding drive two runs of Qwen3-8B apart?
 
-transformers' own modules are trained twice with the set-up of ``training`` (same data, order and
+transformers' own modules are trained twice with the set-up of ``loop`` (same data, order and
 optimiser, 36 layers), the second time from weights of which a random thousandth has its last bit
 flipped. What their losses differ by is what no kernel can be blamed for; beside it stands the
 difference that our kernels make, from ``training``. A third, shorter run repeats the first one and
@@ -18,7 +18,7 @@ from typing import Any
 from snippets import qwen3
 from snippets.measure import MeasureError, Tables, cli
 from snippets.precision import corpus, gate3
-from snippets.precision.training import Run, make, summary_rows, train
+from snippets.precision.loop import Run, make, summary_rows, train
 
 EXPERIMENT = {
     "title": "末位扰动能把两次训练推开多远：Qwen3-8B 全 36 层",

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from snippets.precision.cases import GUARD, Case, Op, Setup, build
-from snippets.precision.judge import Finding, Run, call, describe, run, watched
+from snippets.precision.judge import Run, call, describe, run, watched
+from snippets.precision.verdict import Finding
 
 OVERWRITES = ("inputs", "grad_output", "saved")
 _EMPTY = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided",

@@ -5,7 +5,7 @@ import torch
 
 from snippets import qwen3
 from snippets.measure import check_tables
-from snippets.precision import band, corpus, training
+from snippets.precision import band, corpus, loop
 
 FAULTS = ["eps_outside", "gain_frozen", "ce_denominator", "label_shift", "gelu"]
 
@@ -24,10 +24,10 @@ def labelled(rows, ignored):
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_undone_even_after_an_error(name, rows):
     model = qwen3.tiny()
-    before = training.forward(model, rows, rows)
+    before = loop.forward(model, rows, rows)
     with pytest.raises(RuntimeError, match="inside"), band.fault(name, model):
         raise RuntimeError("inside")
-    after = training.forward(model, rows, rows)
+    after = loop.forward(model, rows, rows)
     assert torch.equal(before.logits, after.logits) and torch.equal(before.loss, after.loss.detach())
 
 
@@ -35,20 +35,20 @@ def test_fault_is_undone_even_after_an_error(name, rows):
 def test_fault_changes_the_loss(name, rows):
     model = qwen3.tiny()
     labels = labelled(rows, 6)
-    right = float(training.forward(model, rows, labels).loss.detach())
+    right = float(loop.forward(model, rows, labels).loss.detach())
     with band.fault(name, model):
-        wrong = float(training.forward(model, rows, labels).loss.detach())
+        wrong = float(loop.forward(model, rows, labels).loss.detach())
     assert wrong != right
 
 
 def test_gain_frozen_keeps_the_forward_and_loses_the_gradient(rows):
     model = qwen3.tiny()
-    right = training.forward(model, rows, rows)
+    right = loop.forward(model, rows, rows)
     right.loss.backward()
     assert model.model.norm.weight.grad.abs().sum() > 0
     model.zero_grad(set_to_none=True)
     with band.fault("gain_frozen", model):
-        wrong = training.forward(model, rows, rows)
+        wrong = loop.forward(model, rows, rows)
         wrong.loss.backward()
     assert torch.allclose(wrong.logits, right.logits, atol=1e-6)
     assert model.model.norm.weight.grad is None and model.model.layers[0].self_attn.q_norm.weight.grad is None
@@ -58,9 +58,9 @@ def test_gain_frozen_keeps_the_forward_and_loses_the_gradient(rows):
 def test_ce_denominator_divides_by_every_label(rows):
     model = qwen3.tiny()
     labels = labelled(rows, 7)
-    right = float(training.forward(model, rows, labels).loss.detach())
+    right = float(loop.forward(model, rows, labels).loss.detach())
     with band.fault("ce_denominator", model):
-        wrong = float(training.forward(model, rows, labels).loss.detach())
+        wrong = float(loop.forward(model, rows, labels).loss.detach())
     # 24 positions, of which 24 - 7 have a label that counts
     assert wrong == pytest.approx(right * 17 / 24, rel=1e-5)
 
@@ -68,7 +68,7 @@ def test_ce_denominator_divides_by_every_label(rows):
 def test_label_shift_predicts_the_token_after_next(rows):
     model = qwen3.tiny()
     with band.fault("label_shift", model):
-        wrong = float(training.forward(model, rows, rows).loss.detach())
+        wrong = float(loop.forward(model, rows, rows).loss.detach())
     with torch.no_grad():
         logits = model(rows).logits[:, :-2]
     expected = torch.nn.functional.cross_entropy(logits.reshape(-1, 512), rows[:, 2:].reshape(-1))

@@ -1,13 +1,11 @@
-"""Gate 3's training loop and the business comparison, on the tiny model on the CPU."""
-
-import math
+"""Training with and without the kernels, and the business comparison, on the tiny model on the CPU."""
 
 import pytest
 import torch
 
 from snippets import qwen3
 from snippets.measure import MeasureError, check_tables
-from snippets.precision import corpus, training
+from snippets.precision import corpus, loop, training
 
 
 @pytest.fixture(scope="module")
@@ -17,57 +15,6 @@ def rows():
 
 def silent(*_):
     pass
-
-
-def test_no_mask_reaches_sdpa_as_is_causal(monkeypatch, rows):
-    """The dict mask must mean causal attention without a mask tensor, not full attention."""
-    seen = []
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-
-    def spy(*args, **kwargs):
-        seen.append((kwargs.get("attn_mask"), kwargs.get("is_causal")))
-        return sdpa(*args, **kwargs)
-
-    model = qwen3.tiny()
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
-    ours = training.forward(model, rows[:1]).logits
-    assert seen == [(None, True)] * 2
-    assert torch.allclose(ours, model(rows[:1]).logits, atol=1e-6)
-    changed = rows[:1].clone()
-    changed[0, -1] = (changed[0, -1] + 1) % 512
-    assert torch.equal(training.forward(model, changed).logits[0, :-1], ours[0, :-1])
-
-
-def test_training_repeats_exactly_and_learns():
-    steps = 30
-    rows = corpus.sequences("train", 1, 24, seed=0, vocab=512).repeat(steps, 1)  # one text: memorised quickly
-    a, b = (training.train(qwen3.tiny(seed=1), rows, rate=3e-3, warmup=5, say=silent) for _ in range(2))
-    assert torch.equal(a.losses, b.losses)
-    assert a.losses[0] == pytest.approx(math.log(512), rel=0.05) and a.losses[-1] < 0.7 * a.losses[0]
-    assert (a.norms > 0).all() and a.seconds > 0
-
-
-def test_first_loss_is_the_plain_mean_over_labels_that_count(rows):
-    model = qwen3.tiny(seed=2)
-    with torch.no_grad():
-        logits = model(rows[:1]).logits[0, :-1].double()
-    losses = torch.nn.functional.cross_entropy(logits, rows[0, 1:], reduction="none")
-    whole = training.train(qwen3.tiny(seed=2), rows[:1], rate=1e-3, warmup=1, say=silent)
-    part = training.train(qwen3.tiny(seed=2), rows[:1], rate=1e-3, warmup=1, ignored=5, say=silent)
-    assert float(whole.losses[0]) == pytest.approx(float(losses.mean()), rel=1e-6)
-    # labels 0..4 are ignored: targets 5.. remain, which positions 4.. predict
-    assert float(part.losses[0]) == pytest.approx(float(losses[4:].mean()), rel=1e-6)
-
-
-def test_warm_up_scales_the_first_update(rows):
-    """Adam's first step moves a weight by the current rate: warm-up 10 must move a tenth as far as warm-up 1."""
-    moved = {}
-    for warmup in (1, 10):
-        model = qwen3.tiny(seed=3)
-        before = model.lm_head.weight.detach().clone()
-        training.train(model, rows[:1], rate=1e-3, warmup=warmup, say=silent)
-        moved[warmup] = float((model.lm_head.weight.detach() - before).abs().median())
-    assert moved[1] == pytest.approx(10 * moved[10], rel=0.01)
 
 
 def test_variant_liger_is_undone(rows):
@@ -82,7 +29,7 @@ def test_variant_liger_is_undone(rows):
         modeling_qwen3.Qwen3MLP,
         torch.nn.functional.cross_entropy,
     )
-    expected = training.forward(model, rows[:1], rows[:1])
+    expected = loop.forward(model, rows[:1], rows[:1])
     for name in ("liger", "liger_ce"):
         with training.variant(name, model):
             assert modeling_qwen3.apply_rotary_pos_emb is not before[0]
@@ -94,7 +41,7 @@ def test_variant_liger_is_undone(rows):
             torch.nn.functional.cross_entropy,
         )
         assert after == before
-        got = training.forward(model, rows[:1], rows[:1])
+        got = loop.forward(model, rows[:1], rows[:1])
         assert torch.equal(got.logits, expected.logits) and torch.equal(got.loss, expected.loss)
         assert not [n for n, m in model.named_modules() if "forward" in m.__dict__]
 
@@ -212,7 +159,7 @@ def test_measure_refuses_settings_that_compare_nothing(change):
 def test_full_model_with_a_checkpoint_uses_it(tmp_path, monkeypatch):
     qwen3.tiny(seed=9).save_pretrained(tmp_path)
     monkeypatch.setenv(qwen3.WEIGHTS, str(tmp_path))
-    model, vocab = training.make("8b", 36, 0)
+    model, vocab = loop.make("8b", 36, 0)
     assert model.config.hidden_size == 64 and vocab is None
 
 
@@ -224,10 +171,10 @@ def test_variant_trains_like_the_baseline_on_a_gpu(name):
     shape = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
     model = qwen3.tiny(dtype=torch.bfloat16, device="cuda", **shape)
     rows = corpus.sequences("train", 20, 128, seed=0, vocab=512)
-    plain = training.train(model, rows, rate=1e-3, warmup=5, ignored=16, say=silent)
+    plain = loop.train(model, rows, rate=1e-3, warmup=5, ignored=16, say=silent)
     qwen3.initialize(model, 0)
     with training.variant(name, model):
-        patched = training.train(model, rows, rate=1e-3, warmup=5, ignored=16, say=silent)
+        patched = loop.train(model, rows, rate=1e-3, warmup=5, ignored=16, say=silent)
     assert not torch.equal(patched.losses, plain.losses), "the variant computed exactly the baseline: is it on?"
     assert float(patched.losses[0]) == pytest.approx(float(plain.losses[0]), rel=1e-3)
     assert torch.allclose(patched.losses, plain.losses, rtol=2e-2)
