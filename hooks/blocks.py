@@ -99,7 +99,6 @@ class _Block:
 class _Page:
     src_uri: str = ""
     blocks: dict[str, _Block] = field(default_factory=dict)
-    running: str = ""
 
 
 _faults: list[Fault] = []
@@ -131,16 +130,6 @@ def summary() -> str:
     """All faults as one message."""
     lines = "\n  ".join(str(fault) for fault in _faults)
     return f"{len(_faults)} error{'s' if len(_faults) != 1 else ''} in the pages; nothing was written.\n  {lines}"
-
-
-def current_page() -> str:
-    """Source path of the page being read, below docs/ ("" outside a build)."""
-    return _page.src_uri
-
-
-def current_block() -> str:
-    """Id of the executable block that is running ("" outside one)."""
-    return _page.running
 
 
 # ------------------------------------------------------------------------- reading a page
@@ -185,8 +174,9 @@ def check_page(markdown: str, src_uri: str, snippets: dict[str, Any], placed: li
             _page.blocks.pop(id, None)
             boxes.append((at, last, prefix, fault))
         at = last
+    top = next((i for i, line in enumerate(lines) if line.strip()), len(lines))  # front matter stands here as blank lines
     for fault in placed:
-        at = min(max(fault.line, 0), len(lines))  # line numbers start at 1: this is the line after
+        at = min(max(fault.line, top), len(lines))  # line numbers start at 1: this is the line after
         while at < len(lines) and (lines[at].strip() or not closed[at]):
             at += 1
         boxes.append((at, at, "\n", fault))
@@ -374,11 +364,8 @@ def _formatter(source: str, language: str, css_class: str, options: dict[str, An
             "an executable block that does not stand in the page itself", "move it from the included file into the page",
             block=id,
         ).html()  # fmt: skip
-    block.ran, _page.running = True, id
-    try:
-        return markdown_exec.formatter(source, language, css_class, options, md, **kwargs)
-    finally:
-        _page.running = ""
+    block.ran = True
+    return markdown_exec.formatter(source, language, css_class, options, md, **kwargs)
 
 
 def _run_block(**options: Any) -> str:

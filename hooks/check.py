@@ -1,8 +1,8 @@
 """`python -m hooks.check`: may this state of the records be published?
 
 Prints one line per experiment and device, then what stands in the way. Exit status 1 if any record
-is stale, smoke or unusable, if an experiment has a current full record on no device, or if a
-file below records/ belongs to nothing. Differences between a record's versions and
+is stale, smoke or unusable, if an experiment has a current full record on no device, if a
+file below records/ belongs to nothing, or if a claim fails and claims.yml gives no reason. Differences between a record's versions and
 requirements.txt are information: numbers of another torch are still what they say they are.
 """
 
@@ -14,7 +14,7 @@ import sys
 import unicodedata
 
 import hooks
-from hooks import experiments, records
+from hooks import claims, experiments, records
 
 _NOTED = ("torch", "triton", "transformers", "liger-kernel")
 
@@ -78,6 +78,29 @@ def version_notes() -> list[str]:
     ]
 
 
+def claim_notes() -> tuple[list[str], list[str]]:
+    """Claims that fail: (with a reason in the ledger, without one). A reason that is not needed counts as the latter.
+
+    Raises:
+        ClaimError: claims.yml is wrong.
+    """
+    known, unexplained = [], []
+    for claim in claims.load():
+        try:
+            all_states = claims.states(claim)
+        except records.RecordError:
+            continue  # listed as unreadable
+        found = [s for s in all_states if s.state == claims.FAILS]
+        said = [f"claim {claim.id} on {s.slug}: {s.value:.4g}, accepted {claim.band}" for s in found]
+        if not claim.known:
+            unexplained += said
+        elif said:
+            known += [f"{line}; known: {claim.known}" for line in said]
+        elif any(s.state == claims.HOLDS for s in all_states):
+            unexplained.append(f"claim {claim.id} holds; remove its known: from {claims.FILE}")
+    return known, unexplained
+
+
 def _width(text: str) -> int:
     return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
 
@@ -98,20 +121,21 @@ def main(arguments: list[str] | None = None) -> int:
         hooks.use_root(options.root)
     try:
         found, strays, notes = states(), records.strays(), version_notes()
-    except experiments.ExperimentError as error:
+        known, unexplained = claim_notes()
+    except (experiments.ExperimentError, claims.ClaimError) as error:
         print(f"check: {error}", file=sys.stderr)
         return 1
     if found:
         heads = ("experiment", "device", "state", "")
         print(_table([heads, *((*row[:3], row[3].partition(";")[0][:100]) for row in found)]))
     bad = [row for row in found if row[2] not in ("ok", "-")]
-    if notes:
-        print("\nNote:\n" + "\n".join(f"  {note}" for note in notes))
-    if not bad and not strays:
+    if notes or known:
+        print("\nNote:\n" + "\n".join(f"  {note}" for note in notes + known))
+    if not bad and not strays and not unexplained:
         print(f"\nAll {len({row[0] for row in found})} experiments have current full records.")
         return 0
     print("\nIn the way of a release:")
-    for complaint in [row[3] for row in bad if row[2] == "unreadable"] + strays:
+    for complaint in [row[3] for row in bad if row[2] == "unreadable"] + strays + unexplained:
         print(f"  {complaint}")
     for state in sorted({row[2] for row in bad} - {"unreadable"}):
         ids = sorted({row[0] for row in bad if row[2] == state})

@@ -141,7 +141,8 @@ def claims(states: Sequence[ledger.State]) -> str:
     rows = []
     for s in states:
         value = "—" if s.value is None else f"{s.value:.4g}" + (f"（{s.weak}）" if s.weak else "")
-        rows.append({"text": s.claim.text, "page": s.claim.page, "source": s.claim.source, "accept": s.claim.band,
+        text = s.claim.text + (f"（已知不成立：{s.claim.known}）" if s.claim.known and s.state == ledger.FAILS else "")
+        rows.append({"text": text, "page": s.claim.page, "source": s.claim.source, "accept": s.claim.band,
                      "device": s.device or "—", "value": value, "state": s.state})  # fmt: skip
     count = {w: sum(s.state == w for s in states) for w in (ledger.HOLDS, ledger.FAILS, ledger.UNMEASURED)}
     columns = {"text": "论断", "state": "状态", "value": "测得", "accept": "接受范围", "device": "设备", "page": "页面", "source": "出处"}

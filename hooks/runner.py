@@ -34,7 +34,6 @@ from hooks import experiments, records
 from hooks.experiments import Experiment
 from hooks.records import Record
 
-_RECORDER = ("commit", "dirty", "digest", "schema", "checksum")
 _PAYLOAD = ("experiment", "mode", "settings", "device", "versions", "started", "seconds", "tables")
 
 _done: dict[str, RunError | None] = {}  # what this build has run: id → its failure
@@ -162,7 +161,7 @@ def run(experiment: Experiment, mode: str) -> Path:
         if device["slug"] == "cpu":
             raise RunError(
                 f"{id} needs a CUDA GPU and this machine shows none ({device['name']}). Refresh on a GPU machine,"
-                " choose other experiments (REFRESH=<globs>), or leave REFRESH unset to show the records"
+                " choose other experiments (make refresh ONLY=<globs>), or leave REFRESH unset to show the records"
             )
         if device["memory_gib"] < experiment.memory_gib:
             raise RunError(

@@ -33,6 +33,7 @@ import statistics
 import subprocess
 import sys
 import time
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -288,16 +289,25 @@ def _cell(value: Any) -> str:
     return str(value)
 
 
+def _pad(text: str, width: int) -> str:
+    """``text`` filled with spaces to ``width`` terminal columns; a Chinese character takes two."""
+    return text + " " * (width - _columns(text))
+
+
+def _columns(text: str) -> int:
+    return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+
+
 def print_tables(declared: Mapping[str, Mapping[str, str]], tables: Tables, *, most: int = 60) -> None:
     """Print tables with units; at most ``most`` rows of each, saying how many were left out."""
     for name, rows in tables.items():
         heads = [f"{c} [{u}]" if u and u != "1" else c for c, u in declared[name].items()]
         cells = [[_cell(r[c]) for c in declared[name]] for r in rows[:most]]
-        widths = [max(len(h), *(len(r[i]) for r in cells)) for i, h in enumerate(heads)]
+        widths = [max(map(_columns, (h, *(r[i] for r in cells)))) for i, h in enumerate(heads)]
         print(f"\n{name}")
-        print("  ".join(h.ljust(w) for h, w in zip(heads, widths, strict=True)))
+        print("  ".join(map(_pad, heads, widths)).rstrip())
         for r in cells:
-            print("  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)))
+            print("  ".join(map(_pad, r, widths)).rstrip())
         if len(rows) > most:
             print(f"... {len(rows) - most} more rows")
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from snippets import interpreter  # noqa: F401 - before transformers, which imports triton
+
 WEIGHTS = "QWEN3_8B"  # environment variable: directory or hub id of a checkpoint
 
 # config.json of Qwen/Qwen3-8B, in the spelling of transformers 5 (rope_parameters).

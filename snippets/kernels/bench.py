@@ -26,7 +26,7 @@ from snippets.kernels import cross_entropy, rms_norm, rope, swiglu
 EXPERIMENT = {
     "title": "四个算子的速度：eager、torch.compile、Liger 与本项目",
     "needs": "cuda",
-    "memory_gib": 80,
+    "memory_gib": 40,
     "minutes": 4,
     "full": {
         "kernels": ["rms_norm", "q_norm", "k_norm", "swiglu", "rope", "cross_entropy"],

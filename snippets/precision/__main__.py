@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import importlib
 import json
 import math
@@ -69,7 +70,7 @@ def report(v: Verdict) -> str:
     lines += [f"  注：{n}" for n in v.notes]
 
     def shown(f) -> str:
-        value = f"  [{f.value:.3g}，限 {f.limit:.3g}]" if f.value is not None and f.limit is not None else ""
+        value = f"，为界限的 {f.value / f.limit:.3g} 倍" if f.value is not None and f.limit else ""
         where = f"  于 {f.case}" if f.case else ""
         return f"{f.check}：{f.text}{value}{where}"
 
@@ -130,7 +131,9 @@ def check(args: argparse.Namespace) -> int:
         op = generic(parse_inputs(args.inputs), reference)
     else:
         if args.op not in OPS:
-            raise UsageError(f"--op {args.op!r}: known are {', '.join(OPS)}; for anything else use --inputs")
+            near = difflib.get_close_matches(args.op, OPS, 1)
+            meant = f"did you mean {near[0]}? " if near else ""
+            raise UsageError(f"--op {args.op!r}: {meant}known are {', '.join(OPS)}; for anything else use --inputs")
         op = replace(OPS[args.op], reference=reference) if reference else OPS[args.op]
     if reference is not None:
         # Options (eps, ...) go only where the reference knows them.

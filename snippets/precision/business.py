@@ -1,6 +1,6 @@
 """Business gate: what an accuracy difference means, and MMLU/GSM8K under both sets of kernels.
 
-Standard errors (needs nothing but Python):
+Standard errors (any machine):
 
     python -m snippets.precision.business
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from snippets import interpreter  # noqa: F401 - before triton
 from snippets.precision import references
 from snippets.precision import stand_ins as s
 from snippets.precision.mutants import Mutant
@@ -189,7 +190,7 @@ def loss_sliced(logits, labels):
 
 @functools.cache
 def ours() -> list[Control]:
-    """This project's kernels; on a CPU only under TRITON_INTERPRET=1."""
+    """This project's kernels; on a CPU only in Triton's interpreter."""
     if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
         return []  # Triton cannot compile for a CPU, and its interpreter must be chosen before the import
     k = importlib.import_module("snippets.kernels")

@@ -10,14 +10,13 @@ fp32 and fp64, at small shapes.
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Any
 
 import torch
 
 from snippets.measure import MeasureError, Tables, cli, device, progress
-from snippets.precision import gate1, gate2
+from snippets.precision import controls, gate1, gate2
 from snippets.precision.cases import OPS
 from snippets.precision.judge import forget
 
@@ -86,11 +85,6 @@ def kernels(impl: str) -> dict[str, Any]:
     Raises:
         MeasureError: not available on this device.
     """
-    if device().type == "cpu":
-        # Has to be chosen before triton is imported; harmless afterwards.
-        os.environ.setdefault("TRITON_INTERPRET", "1")
-    from snippets.precision import controls
-
     found = {"ours": controls.ours, "liger": controls.liger}[impl]()
     if not found:
         raise MeasureError(f"{impl} kernels cannot run here: they need a CUDA GPU")

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from typing import Any
 
-
 from snippets import qwen3
 from snippets.measure import MeasureError, Tables, cli
 from snippets.precision import corpus, gate3

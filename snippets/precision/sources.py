@@ -10,19 +10,16 @@ the device that runs this file. Errors are always against fp64 on the same round
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 
+from snippets import interpreter  # noqa: F401  isort:skip - before triton
 from snippets import measure as measure_module
 
-if not torch.cuda.is_available():  # must be set before triton is imported: its own library is jitted too
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
+import triton
+import triton.language as tl
 
 EXPERIMENT = {
     "title": "七种差异来源各有多大",

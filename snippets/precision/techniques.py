@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.metadata
-import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
@@ -26,12 +25,8 @@ from torch import Tensor, nn
 
 from snippets import measure as measure_module
 from snippets import qwen3
-
-if not torch.cuda.is_available():  # must be set before triton is imported
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
-from snippets.kernels.patch import Patch, patch  # noqa: E402
-from snippets.precision.liger_ci import WrongSiLU  # noqa: E402
+from snippets.kernels.patch import Patch, patch
+from snippets.precision.liger_ci import WrongSiLU
 
 EXPERIMENT = {
     "title": "八个实用技巧，逐个跑给你看",

@@ -344,3 +344,13 @@ def test_print_in_a_block_is_python_s_own():
                            id="t")  # fmt: skip
     assert text == "1-2!A(x=3)\n"
     assert "block_t" not in sys.modules
+
+
+@pytest.mark.parametrize("front", [0, 1, 4])
+def test_a_fault_without_a_line_stands_below_the_front_matter(root, front):
+    """The blank lines that stand for the front matter are cut off afterwards, by their number."""
+    blocks.reset()
+    fault = blocks.report("claims.yml is wrong", page="index.md")
+    text = blocks.check_page("\n" * front + "# Page\n\ntext", "index.md", {}, [fault])
+    blocks.reset()
+    assert text[front:].startswith("# Page\n\n```") and text[:front] == "\n" * front

@@ -1,5 +1,7 @@
 """hooks/check.py: what stops a release."""
 
+import json
+
 import pytest
 import small_project
 from small_project import put, record
@@ -86,6 +88,37 @@ def test_versions_are_information(root, capsys):
     (root / "requirements.txt").write_text("-r x.txt\ntorch==2.13.0\ntriton==3.7.1\n")
     status, said = run(root, capsys)
     assert status == 0 and "torch 2.11.0 recorded, requirements.txt pins 2.13.0" in said and "triton" not in said
+
+
+@pytest.mark.parametrize(
+    ("accept", "known", "status", "says"),
+    [
+        ([4, 4], "", 0, "All 1 experiments"),
+        ([5, 9], "", 1, "way of a release:\n  claim four on cpu: 4, accepted 5 至 9"),
+        ([5, 9], "rounds down", 0, "Note:\n  claim four on cpu: 4, accepted 5 至 9; known: rounds down"),
+        ([4, 4], "rounds down", 1, "claim four holds; remove its known: from claims.yml"),
+    ],
+)
+def test_a_failing_claim_needs_a_reason(root, capsys, accept, known, status, says):
+    records.store(record())
+    (root / "docs/page.md").write_text("x\n")
+    claim = {"id": "four", "page": "page.md", "text": "four", "source": "project", "accept": accept,
+             "expr": 'one("demo.squares", "squares", x="2").y'}  # fmt: skip
+    (root / "claims.yml").write_text(json.dumps([claim | ({"known": known} if known else {})]))
+    assert run(root, capsys)[0] == status
+    assert says in run(root, capsys)[1]
+
+
+def test_a_reason_may_wait_for_its_record_and_a_broken_ledger_is_an_error(root, capsys):
+    (root / "docs/page.md").write_text("x\n")
+    claim = {"id": "four", "page": "page.md", "text": "four", "source": "project", "accept": [5, 9], "known": "rounds down",
+             "expr": 'one("demo.squares", "squares", x="2").y'}  # fmt: skip
+    (root / "claims.yml").write_text(json.dumps([claim]))
+    status, said = run(root, capsys)
+    assert status == 1 and "missing: demo.squares" in said and "claim" not in said
+    (root / "claims.yml").write_text("[{}]")
+    assert check.main(["--root", str(root)]) == 1
+    assert "claims.yml, claim 1: lacks id" in capsys.readouterr().err
 
 
 def test_a_malformed_module_is_an_error(root, capsys):

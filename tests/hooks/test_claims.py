@@ -50,6 +50,8 @@ def test_a_good_claim_is_read(root):
         ({"page": "."}, "does not exist"),
         ({"source": "my head"}, "'spec', 'project' or a URL"),
         ({"text": ""}, "text must be text"),
+        ({"known": " "}, "known must be text"),
+        ({"known": True}, "known must be text"),
         ({"accept": [1]}, "[low, high]"),
         ({"accept": [2, 1]}, "low is above high"),
         ({"accept": [None, None]}, "not both"),

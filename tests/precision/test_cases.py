@@ -163,7 +163,7 @@ def forwarding(*args, **kwargs):
 
 
 @pytest.mark.parametrize("kernel", [Scale.apply, ScaleSetup.apply, Norm(), forwarding, functools.partial(forwarding),
-                                    references.rms_norm], ids=repr)  # fmt: skip
+                                    references.rms_norm], ids=["apply", "setup", "module", "forwarding", "partial", "function"])  # fmt: skip
 def test_an_option_reaches_every_kind_of_callable(kernel):
     fn, same, notes = cases.adapt(OPS["rms_norm"], kernel)
     assert not notes and any("eps" in s.options for s in same.plan(1, "tiny"))
