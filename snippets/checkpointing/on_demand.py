@@ -1,0 +1,270 @@
+"""Recompute on demand: single tensors of a decoder layer are dropped after the forward and made again.
+
+``torch.utils.checkpoint`` runs a whole region a second time; its selective form watches every operator
+through a dispatch mode, in the forward and again in the recompute, and the host pays for both. Here
+autograd itself says what it needs. A pack hook (torch.autograd.graph.saved_tensors_hooks) sees each
+tensor that some operator saves. If the tensor is one that the policy drops, the graph gets a note
+instead: which tensor, which view of it. When the backward opens the note, the tensor is made by
+the same kernel from its stored inputs, or from inputs that are made first, in turn. So
+
+* nothing runs that the backward does not ask for: neither ``down_proj`` nor the residual additions,
+* no random-number state, no second autograd graph and no dispatch mode are involved,
+* what is recomputed has the bits of the forward, provided that the kernels are deterministic.
+
+What a layer with this project's kernels saves, and from what each tensor is made (the attention's own
+output and log-sum-exp are always stored, for they are the expensive ones):
+
+    ln1   from the layer's input       rope (two tensors)  from q and k, by q_norm, k_norm and rope
+    q, k, v  from ln1                  h2    from the layer's input and the attention's output
+    ln2   from h2                      gate, up  from ln2             product  from gate and up
+
+The identity of a tensor is its storage; a weak reference to it costs no memory and is never reused
+while it is held.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from snippets.kernels import swiglu
+
+# What a policy may keep or drop, in the order of the forward.
+TENSORS = ("ln1", "q", "k", "v", "rope", "h2", "ln2", "gate", "up", "product")
+
+
+class Node:
+    """One tensor of one layer's forward, either stored (``value``) or with a recipe.
+
+    ``waiting`` counts the notes in the autograd graph that name it; while it is not 0 a value that
+    was made again is kept for the next one.
+    """
+
+    __slots__ = ("name", "value", "recipe", "shape", "stride", "waiting", "__weakref__")
+
+    def __init__(self, name: str, made: Tensor, recipe: Recipe | None):
+        self.name, self.recipe = name, recipe
+        self.value = made.detach() if recipe is None else None
+        self.shape, self.stride, self.waiting = made.shape, made.stride(), 0
+
+    def get(self) -> Tensor:
+        """The stored tensor, or the one made again.
+
+        Raises:
+            RuntimeError: the recipe gave another shape or layout than the forward.
+        """
+        return self.value if self.recipe is None or self.value is not None else self.recipe.make(self)
+
+
+class Recipe:
+    """How some tensors of the forward are made: a function and its arguments, as they were then."""
+
+    __slots__ = ("function", "arguments", "outputs", "made")
+
+    def __init__(self, function: Callable[..., Any], arguments: Sequence[Any], made: Callable[[], None]):
+        self.function, self.arguments, self.made = function, arguments, made
+        self.outputs: list[weakref.ref[Node]] = []  # weak: each of them holds this recipe
+
+    def make(self, wanted: Node) -> Tensor:
+        """Run the function; its other outputs stay too where a note waits for them."""
+        with torch.no_grad():
+            out = self.function(*(a.open() if isinstance(a, View) else a for a in self.arguments))
+        self.made()
+        result = wanted
+        for reference, tensor in zip(self.outputs, out if isinstance(out, tuple) else (out,), strict=True):
+            node = reference()
+            if node is None:
+                continue
+            if (tensor.shape, tensor.stride()) != (node.shape, node.stride):
+                raise RuntimeError(
+                    f"on_demand: {node.name} was {tuple(node.shape)} with strides {node.stride} in the forward, the "
+                    f"recompute gave {tuple(tensor.shape)} with {tensor.stride()}; keep it, or make its kernel's layout fixed"
+                )
+            if node.waiting > 0:
+                node.value = tensor
+            if node is wanted:
+                result = tensor
+        return result
+
+
+class View:
+    """A note: this view of that node's storage. It stands in the autograd graph in place of the tensor."""
+
+    __slots__ = ("node", "size", "stride", "offset")
+
+    def __init__(self, node: Node, of: Tensor):
+        self.node, self.size, self.stride, self.offset = node, of.size(), of.stride(), of.storage_offset()
+
+    def open(self) -> Tensor:
+        """The tensor itself."""
+        whole = self.node.get()
+        return whole.as_strided(self.size, self.stride, whole.storage_offset() + self.offset)
+
+
+class Frame:
+    """One forward of one layer: its nodes by storage. It is dropped at the layer's end; the notes hold what they need."""
+
+    def __init__(self, keep: frozenset[str], count: dict[str, int]):
+        self.keep, self.count = keep, count
+        self.nodes: dict[StorageWeakRef, Node] = {}
+        self.made: dict[str, View] = {}
+
+    def store(self, name: str, tensor: Tensor) -> None:
+        """A tensor that exists anyway and that recipes may start from."""
+        node = self.nodes[StorageWeakRef(tensor.untyped_storage())] = Node(name, tensor, None)
+        self.made[name] = View(node, tensor)
+
+    def record(self, name: str, made: Sequence[Tensor], function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+        """Note that ``function(*arguments)`` made these tensors."""
+        if name in self.keep:
+            for tensor in made:
+                self.store(name, tensor)
+            return
+        # A bound method of the frame would hold all its nodes; the dictionary holds none.
+        recipe = Recipe(function, [self._argument(a) for a in arguments], functools.partial(_increment, self.count, name))
+        for tensor in made:
+            storage = tensor.untyped_storage()
+            if tensor.storage_offset() or storage.nbytes() != tensor.numel() * tensor.element_size():
+                raise RuntimeError(f"on_demand: {name} is part of a larger buffer and cannot be dropped by itself; keep it")
+            node = Node(name, tensor, recipe)
+            recipe.outputs.append(weakref.ref(node))
+            self.nodes[StorageWeakRef(storage)] = node
+            self.made[name] = View(node, tensor)
+
+    def _argument(self, a: Any) -> Any:
+        if not isinstance(a, Tensor):
+            return a
+        node = self.nodes.get(StorageWeakRef(a.untyped_storage()))
+        return a.detach() if node is None else View(node, a)
+
+    def pack(self, tensor: Tensor) -> Tensor | View:
+        """What the autograd graph stores in place of ``tensor``."""
+        node = self.nodes.get(StorageWeakRef(tensor.untyped_storage()))
+        if node is None or node.recipe is None:
+            return tensor
+        node.waiting += 1
+        return View(node, tensor)
+
+
+def unpack(packed: Tensor | View) -> Tensor:
+    """What the backward gets for it."""
+    if not isinstance(packed, View):
+        return packed
+    tensor, node = packed.open(), packed.node
+    node.waiting -= 1
+    if node.waiting <= 0:  # with retain_graph=True it may be asked for again: then it is made again
+        node.value = None
+    return tensor
+
+
+def _increment(count: dict[str, int], name: str) -> None:
+    count[name] = count.get(name, 0) + 1
+
+
+class LayerHooks:
+    """Recompute on demand in one ``Qwen3DecoderLayer`` whose modules run this project's kernels.
+
+    Args:
+        layer: the decoder layer.
+        keep: which of ``TENSORS`` are stored; the others are dropped.
+
+    ``recomputed`` counts, by name, how often something was made again.
+
+    Raises:
+        ValueError: an unknown name, a layer without the kernels (its operators save tensors of their
+            own that nobody outside can make again), or one that another checkpoint covers already.
+    """
+
+    def __init__(self, layer: torch.nn.Module, keep: Iterable[str]):
+        keep = frozenset(keep)
+        if unknown := sorted(keep - set(TENSORS)):
+            raise ValueError(f"on_demand: unknown tensors {', '.join(unknown)}; known: {', '.join(TENSORS)}")
+        attention, mlp = layer.self_attn, layer.mlp
+        parts = (layer.input_layernorm, layer.post_attention_layernorm, attention.q_norm, attention.k_norm, attention, mlp)
+        if plain := [type(p).__name__ for p in parts if not type(p).__name__.startswith("Fused")]:
+            raise ValueError(
+                f"on_demand: {plain[0]} is not one of this project's kernels; call snippets.kernels.patch(model) first"
+            )
+        if getattr(layer, "gradient_checkpointing", False):
+            raise ValueError("on_demand: this layer is checkpointed as a block; call model.gradient_checkpointing_disable()")
+        self.layer, self.keep = layer, keep
+        self.recomputed: dict[str, int] = {}
+        self._frames: list[Frame] = []  # more than one only if a layer's forward calls the layer
+        self._hooks: list[torch.autograd.graph.saved_tensors_hooks] = []
+        self._class = type(attention)
+        attention.__class__ = self._announcing(type(attention))
+        self._handles = [
+            layer.register_forward_pre_hook(self._enter, with_kwargs=True),
+            layer.register_forward_hook(self._leave, always_call=True),
+            layer.post_attention_layernorm.register_forward_pre_hook(self._before_ln2),
+            mlp.down_proj.register_forward_pre_hook(self._before_down),
+        ]
+        made = {"ln1": layer.input_layernorm, "q": attention.q_proj, "k": attention.k_proj, "v": attention.v_proj,
+                "qn": attention.q_norm, "kn": attention.k_norm, "o": attention.o_proj,
+                "ln2": layer.post_attention_layernorm, "gate": mlp.gate_proj, "up": mlp.up_proj}  # fmt: skip
+        self._handles += [m.register_forward_hook(functools.partial(self._after, name)) for name, m in made.items()]
+
+    def off(self) -> None:
+        """Take the hooks out again."""
+        for handle in self._handles:
+            handle.remove()
+        self.layer.self_attn.__class__ = self._class
+
+    def _announcing(self, base: type) -> type:
+        """``base`` with its rotary function wrapped: of all that a layer calls, only this is no module.
+
+        As in ``kernels.patch``: the same code object with a copy of its globals in which one name differs.
+        """
+        forward = base.forward
+        rotary = forward.__globals__["apply_rotary_pos_emb"]
+
+        def announced(q, k, cos, sin, *rest):
+            out = rotary(q, k, cos, sin, *rest)
+            if self._frames:
+                self._frames[-1].record("rope", out, rotary, (q, k, cos, sin, *rest))
+            return out
+
+        scope = {**forward.__globals__, "apply_rotary_pos_emb": announced}
+        ours = types.FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__)
+        ours.__kwdefaults__ = forward.__kwdefaults__
+        return type(base.__name__, (base,), {"forward": ours, "__module__": base.__module__})
+
+    # ---------------------------------------------------------------- hooks, in the order of a forward
+
+    def _enter(self, layer, args, kwargs):
+        if not (layer.training and torch.is_grad_enabled()):
+            return
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if torch.is_autocast_enabled(hidden.device.type):
+            raise RuntimeError("on_demand: autocast is off again when the backward recomputes; train in pure bf16 or fp32")
+        frame = Frame(self.keep, self.recomputed)
+        frame.store("h", hidden)
+        self._frames.append(frame)
+        self._hooks.append(torch.autograd.graph.saved_tensors_hooks(frame.pack, unpack))
+        self._hooks[-1].__enter__()
+
+    def _after(self, name, module, args, out):
+        if self._frames:
+            self._frames[-1].record(name, (out,), module.forward, args)
+
+    def _before_ln2(self, _module, args):
+        if self._frames:  # the layer's own addition, seen where its result goes
+            frame = self._frames[-1]
+            frame.record("h2", args[:1], torch.add, (frame.made["h"], frame.made["o"]))
+
+    def _before_down(self, _module, args):
+        if self._frames:
+            frame = self._frames[-1]
+            frame.record("product", args[:1], swiglu, (frame.made["gate"], frame.made["up"]))
+
+    def _leave(self, *_):
+        if self._frames:
+            self._frames.pop()
+            self._hooks.pop().__exit__(None, None, None)

@@ -1,0 +1,145 @@
+"""Recompute on demand: same bits, less stored, nothing computed that nobody asked for."""
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from snippets import qwen3
+from snippets.checkpointing.on_demand import TENSORS, LayerHooks
+from snippets.kernels import patch
+
+LINEAR = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "gate": "mlp.gate_proj", "up": "mlp.up_proj"}
+IDS = torch.randint(0, 512, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def model():
+    net = qwen3.tiny(layers=2)
+    patch(net)
+    return net
+
+
+def hooked(model, keep):
+    return [LayerHooks(layer, keep) for layer in model.model.layers]
+
+
+def gradients(model, ids=IDS):
+    model.zero_grad(set_to_none=True)
+    loss = model(ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters()}
+
+
+def same(a, b):
+    return torch.equal(a[0], b[0]) and all(torch.equal(a[1][n], b[1][n]) for n in a[1] | b[1])
+
+
+@pytest.mark.parametrize("keep", [(), TENSORS, *((t,) for t in TENSORS), ("q", "k", "v", "h2", "gate", "up"), ("rope", "ln2")])
+def test_gradients_have_the_same_bits(model, keep):
+    expected = gradients(model)
+    hooks = hooked(model, keep)
+    assert same(gradients(model), expected)
+    for each in hooks:
+        each.off()
+    assert same(gradients(model), expected)
+
+
+def test_it_recomputes_what_was_dropped_once_and_nothing_else(model):
+    (first, _) = hooked(model, ())
+    gradients(model)
+    # q_norm and k_norm run again on the way to rope; o_proj on the way to h2; down_proj never.
+    assert first.recomputed == dict.fromkeys(["ln1", "q", "k", "v", "qn", "kn", "rope", "o", "h2", "ln2", "gate", "up", "product"], 1)
+
+
+@pytest.mark.parametrize(
+    ("keep", "again"),
+    [
+        (TENSORS, []),
+        (("q", "k", "v", "h2", "gate", "up"), ["ln1", "qn", "kn", "rope", "ln2", "product"]),
+        (("ln1", "q", "k", "v", "rope", "h2", "ln2", "up", "product"), ["gate"]),
+        (("ln1", "q", "k", "v", "rope", "ln2", "gate", "up", "product"), ["o", "h2"]),
+        (("ln1", "q", "v", "rope", "h2", "ln2", "gate", "up", "product"), ["k"]),
+    ],
+)
+def test_what_is_recomputed(model, keep, again):
+    first, second = hooked(model, keep)
+    gradients(model)
+    assert first.recomputed == second.recomputed == dict.fromkeys(again, 1)
+
+
+@pytest.mark.parametrize("kept", [(), ("gate",), ("q", "up"), ("k", "v", "gate")])
+def test_what_is_dropped_is_freed_and_what_is_kept_is_not(model, kept):
+    """A policy that silently stops saving, or dropping, what it says."""
+    hooked(model, kept)
+    storages = {}
+    for name, path in LINEAR.items():
+        module = model.get_submodule(f"model.layers.0.{path}")
+        module.register_forward_hook(lambda m, a, out, name=name: storages.update({name: StorageWeakRef(out.untyped_storage())}))
+    loss = model(IDS, labels=IDS, use_cache=False).loss
+    alive = {name for name, storage in storages.items() if not storage.expired()}
+    assert alive == set(kept)
+    loss.backward()
+    assert all(storage.expired() for storage in storages.values())
+
+
+def test_nothing_is_left_behind_after_the_backward(model):
+    """The notes must not form a cycle that only the garbage collector frees."""
+    import gc
+
+    hooked(model, ("gate",))
+    gradients(model)
+    gc.collect()
+    gc.disable()
+    try:
+        before = sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
+        for _ in range(3):
+            gradients(model)
+        assert sum(isinstance(o, torch.Tensor) for o in gc.get_objects()) <= before
+    finally:
+        gc.enable()
+
+
+def test_a_second_backward_and_an_evaluation(model):
+    expected = gradients(model)[1]
+    hooked(model, ())
+    model.zero_grad(set_to_none=True)
+    loss = model(IDS, labels=IDS, use_cache=False).loss
+    loss.backward(retain_graph=True)
+    once = {n: p.grad.clone() for n, p in model.named_parameters()}
+    loss.backward()
+    assert all(torch.equal(once[n], expected[n]) and torch.equal(p.grad, 2 * once[n]) for n, p in model.named_parameters())
+    model.eval()
+    with torch.no_grad():
+        assert model(IDS).logits.isfinite().all()
+
+
+def test_an_exception_in_a_layer_leaves_no_hook_on(model):
+    hooks = hooked(model, ())
+    down = model.model.layers[1].mlp.down_proj
+
+    def burst(*_):
+        raise ZeroDivisionError
+
+    handle = down.register_forward_hook(burst)
+    with pytest.raises(ZeroDivisionError):
+        gradients(model)
+    handle.remove()
+    assert not any(each._frames for each in hooks)
+    x = torch.ones(3, requires_grad=True)
+    assert x.exp().grad_fn._saved_result.shape == (3,)
+    gradients(model)
+
+
+def test_refusals(model):
+    layer = model.model.layers[0]
+    with pytest.raises(ValueError, match="unknown tensors gat; known: ln1, q"):
+        LayerHooks(layer, ("gat",))
+    with pytest.raises(ValueError, match="call snippets.kernels.patch"):
+        LayerHooks(qwen3.tiny().model.layers[0], ())
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="gradient_checkpointing_disable"):
+        LayerHooks(layer, ())
+    model.gradient_checkpointing_disable()
+    hooked(model, ())
+    with pytest.raises(RuntimeError, match="autocast"), torch.autocast("cpu", torch.bfloat16):
+        model(IDS, labels=IDS)
