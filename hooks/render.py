@@ -216,7 +216,7 @@ def table(
             attr = f' class="{" ".join(css)}"' if css else ""
             cells += f'<th scope="row"{attr}>{text}</th>' if j == 0 else f"<td{attr}>{text}</td>"
         body += f"<tr>{cells}</tr>\n"
-    title = f"<caption>{escape(caption)}</caption>" if caption else ""
+    title = f"<caption><span>{escape(caption)}</span></caption>" if caption else ""  # the span stays in view while the table scrolls
     # A region that scrolls must be reachable by keyboard, and then it needs a name.
     name = escape(caption or "结果表：" + "、".join(c.label for c in shown))
     return (

@@ -11,6 +11,7 @@ fp32 and fp64, at small shapes.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from snippets.measure import MeasureError, Tables, cli, device, progress
 from snippets.precision import controls, gate1, gate2
 from snippets.precision.cases import OPS
 from snippets.precision.judge import forget
+from snippets.precision.mutants import MUTANTS
 
 EXPERIMENT = {
     "title": "Gate 1 与 Gate 2：本项目与 Liger 的四个 kernel",
@@ -91,6 +93,16 @@ def kernels(impl: str) -> dict[str, Any]:
     return {c.op: c for c in found if not c.config}
 
 
+def wrong_but_consistent(dev: torch.device, seed: int) -> dict[str, Any]:
+    """Why gradcheck is not enough: an RMSNorm with a misplaced eps, whose backward belongs to its own forward."""
+    mutant = next(m for m in MUTANTS if m.id == "rms_eps_outside")
+    op = replace(OPS[mutant.op], name=mutant.id)
+    passed, text = gate1.gradcheck(mutant.kernel, op, dev)
+    failed = gate1.check(op, mutant.kernel, dev, seed=seed).failed
+    said = f"Gate 1 拒绝：{failed[0].text}（{failed[0].case}）" if failed else "Gate 1 没有发现"
+    return {"op": mutant.op, "impl": "mutant", "passed": passed, "text": f"{text}\n# ε 在根号外。{said}"}
+
+
 def measure(*, ops: list[str], impls: list[str], seed: int) -> Tables:
     """Both gates on the named operators and implementations.
 
@@ -112,6 +124,7 @@ def measure(*, ops: list[str], impls: list[str], seed: int) -> Tables:
                     ratios += ratio_rows(op, impl, v)
                 elif v.gradcheck:
                     checks.append({"op": op, "impl": impl, "passed": v.gradcheck.endswith("True"), "text": v.gradcheck})
+    checks.append(wrong_but_consistent(dev, seed))
     forget()
     return {"verdict": verdicts, "gradcheck": checks, "ratio": ratios}
 

@@ -44,7 +44,7 @@ EXPERIMENT = {
         "held_out": 32,
         "prompts": 8,
         "prompt_tokens": 64,
-        "new_tokens": 128,
+        "new_tokens": 512,
         "other_batch": 4,
     },
     "smoke": {

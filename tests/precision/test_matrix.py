@@ -55,6 +55,8 @@ def test_the_gates_experiment_on_our_kernels():
     check_tables(gates.EXPERIMENT["tables"], tables)
     assert all(r["ok"] for r in tables["verdict"] + tables["ratio"])
     assert tables["gradcheck"][0]["passed"] and "gradcheck(swiglu" in tables["gradcheck"][0]["text"]
+    wrong = tables["gradcheck"][-1]
+    assert wrong["impl"] == "mutant" and wrong["passed"] and "\nTrue\n" in wrong["text"] and "Gate 1 拒绝：out" in wrong["text"]
     with pytest.raises(MeasureError, match="CUDA"):
         gates.measure(ops=["swiglu"], impls=["liger"], seed=0)
 
