@@ -209,6 +209,11 @@ ATTENTION = tuple(
 MATMUL = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm"))
 
 
+_TWICE = (
+    "{op} runs here and no rule saves it, so the attention would be computed twice. Save it, or write recompute_attention=True"
+)
+
+
 @dataclass(frozen=True)
 class Selective:
     """torch's selective activation checkpointing over whole layers: store the outputs of chosen operators.
@@ -265,13 +270,46 @@ class Selective:
             if op in save:
                 return must_save
             if not self.recompute_attention and is_attention(op):
-                raise PolicyError(
-                    f"{op} runs here and no rule saves it, so the attention would be computed twice. Add it to save, or"
-                    " write recompute_attention=True"
-                )
+                raise PolicyError(_TWICE.format(op=op))
             return must_recompute
 
         return choose
+
+
+@dataclass(frozen=True)
+class ByRule:
+    """A selection rule of your own over whole layers, with what goes wrong silently made an error.
+
+    Args:
+        rule: ``rule(context, op, *args, **kwargs) -> CheckpointPolicy``, as torch's
+            ``create_selective_checkpoint_contexts`` takes it. It is called in the forward, and in torch 2.11 and
+            2.12 again in the recompute; a rule that counts must count per ``context.is_recompute``.
+
+    While it runs, PolicyError is raised where the rule offloads to the CPU (outside torch.compile those
+    policies recompute, without a word) and where it recomputes an attention.
+    """
+
+    rule: Callable[..., torch_checkpoint.CheckpointPolicy]
+    recompute_attention: bool = False
+    name: str = "rule"
+
+    def attach(self, layer: torch.nn.Module) -> Callable[[], None]:
+        """As ``Selective``."""
+        return _switch_on(layer, self._checkpoint)
+
+    def _checkpoint(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return torch_checkpoint.checkpoint(
+            function, *arguments, use_reentrant=False, preserve_rng_state=False,
+            context_fn=functools.partial(torch_checkpoint.create_selective_checkpoint_contexts, self._checked),
+        )  # fmt: skip
+
+    def _checked(self, context: Any, op: Any, *arguments: Any, **keywords: Any) -> torch_checkpoint.CheckpointPolicy:
+        policy = self.rule(context, op, *arguments, **keywords)
+        if "OFFLOAD" in policy.name:
+            raise PolicyError(f"the rule says {policy.name} for {op}; outside torch.compile that recomputes. Use save_on_cpu")
+        if "RECOMPUTE" in policy.name and is_attention(op) and not self.recompute_attention:
+            raise PolicyError(_TWICE.format(op=op))
+        return policy
 
 
 def is_attention(op: Any) -> bool:

@@ -105,6 +105,25 @@ def test_an_attention_that_no_rule_saves_is_refused_when_it_runs():
         gradients(model)
 
 
+def rule(answer):
+    """Save everything but what ``answer`` says otherwise."""
+    must_save = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
+    return lambda context, op, *args, **kwargs: answer.get(op, must_save)
+
+
+@pytest.mark.skipif(not hasattr(torch.utils.checkpoint.CheckpointPolicy, "MUST_CPU_OFFLOAD"), reason="torch before 2.11")
+@pytest.mark.parametrize("name", ["MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD", "MUST_RECOMPUTE", "PREFER_RECOMPUTE"])
+def test_a_rule_that_does_not_do_what_it_says_is_refused_when_it_runs(name):
+    policy = torch.utils.checkpoint.CheckpointPolicy[name]
+    model = qwen3.tiny()
+    expected = gradients(model)
+    with p.apply(model, p.ByRule(rule({}))):
+        assert same(gradients(model), expected)
+    op, says = (MM, f"{name} for aten.mm.default") if "OFFLOAD" in name else (FLASH, "computed twice")
+    with p.apply(model, p.ByRule(rule({op: policy}))), pytest.raises(p.PolicyError, match=says):
+        gradients(model)
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
