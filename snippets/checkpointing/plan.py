@@ -1,0 +1,250 @@
+"""Plan what to store for a memory budget, exactly, from measured costs.
+
+    python -m snippets.checkpointing.plan --budget-gib 24 --batch 1 --seq 4096
+
+prints the fastest configuration whose predicted peak fits, what it is predicted to cost, and the lines to
+paste. The budget is for activations: the peak above weights and gradients.
+
+The model. A layer under ``Keep`` stores its input, the attention's output and log-sum-exp, and the tensors
+kept; each dropped tensor costs the time of its recipe once, since the backward asks for each of them exactly
+once. A layer under ``Block`` stores its input and costs one forward. The backward of layer i peaks at what
+layers 1..i store plus its own workspace plus what it has to make again in its MLP half (the attention
+half comes later, when the MLP's tensors are gone); the loss peaks at everything stored plus its slices.
+
+The search is a dynamic program over the layers with the bytes stored so far as state, in units that divide
+every size: no heuristics, no rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from snippets.checkpointing.on_demand import TENSORS
+from snippets.checkpointing.policies import Block, Keep, Nothing, Policy
+
+GIB = 2**30
+MLP_HALF = frozenset({"h2", "ln2", "gate", "up", "product"})
+
+
+class PlanError(ValueError):
+    """No plan: costs that don't fit the question, or a budget that nothing fits."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What ``costs`` measured for one batch × sequence, in bytes and µs."""
+
+    layers: int
+    input_bytes: int  # a layer's input
+    attention_bytes: int  # output and log-sum-exp
+    tensors: Mapping[str, tuple[int, float]]  # name → (bytes, time to make it with its helpers)
+    layer_us: float  # forward and backward of a layer that stores everything
+    block_us: float  # the same as a block
+    loss_us: float
+    workspace_bytes: int  # of a layer's backward, above what it has stored
+    block_workspace_bytes: int
+    loss_bytes: int
+
+    @classmethod
+    def read(cls, tables: Mapping[str, Sequence[Mapping[str, Any]]], batch: int, sequence: int, layers: int = 36) -> Costs:
+        """From the tables of ``costs.measure``.
+
+        Raises:
+            PlanError: that shape was not measured; the message lists those that were.
+        """
+
+        def of(table: str, key: str) -> dict[str, Mapping[str, Any]]:
+            return {r[key]: r for r in tables[table] if (r["batch"], r["sequence"]) == (batch, sequence)}
+
+        tensors, parts = of("tensors", "tensor"), of("parts", "part")
+        if not tensors:
+            known = ", ".join(dict.fromkeys(f"{r['batch']}×{r['sequence']}" for r in tables["tensors"]))
+            raise PlanError(f"no costs for {batch}×{sequence}; measured are {known}. Measure it: drop --costs on a GPU")
+        made = {name: (int(tensors[name]["stored_bytes"]), tensors[name]["ps_per_byte"] * tensors[name]["stored_bytes"] / 1e6)
+                for name in TENSORS}  # fmt: skip
+        stored = sum(size for size, _ in made.values()) + int(tensors["attention"]["stored_bytes"])
+        return cls(
+            layers=layers, input_bytes=int(tensors["ln1"]["stored_bytes"]),
+            attention_bytes=int(tensors["attention"]["stored_bytes"]), tensors=made,
+            layer_us=parts["layer"]["median_us"], block_us=parts["block"]["median_us"], loss_us=parts["loss"]["median_us"],
+            workspace_bytes=max(0, int(parts["layer"]["peak_bytes"]) - stored),
+            block_workspace_bytes=int(parts["block"]["peak_bytes"]), loss_bytes=int(parts["loss"]["peak_bytes"]),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Option:
+    """One policy for one layer: bytes stored after its forward, bytes on top in its backward, extra time in µs."""
+
+    policy: Policy
+    stored: int
+    workspace: int
+    extra_us: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One option per layer, with the predicted peak above weights and gradients and the predicted step time."""
+
+    options: tuple[Option, ...]
+    peak_bytes: int
+    step_us: float
+
+    @property
+    def policies(self) -> list[Policy]:
+        """What ``policies.apply`` takes."""
+        return [o.policy for o in self.options]
+
+
+def options(costs: Costs) -> list[Option]:
+    """Every policy for a layer that no other one beats in bytes, workspace and time."""
+    found = [Option(Block(), costs.input_bytes, costs.block_workspace_bytes, costs.block_us - costs.layer_us)]
+    for kept in itertools.chain.from_iterable(itertools.combinations(TENSORS, n) for n in range(len(TENSORS) + 1)):
+        dropped = [t for t in TENSORS if t not in kept]
+        found.append(Option(
+            Keep(kept) if dropped else Nothing(), costs.input_bytes + costs.attention_bytes + sum(costs.tensors[t][0] for t in kept),
+            costs.workspace_bytes + sum(costs.tensors[t][0] for t in dropped if t in MLP_HALF),
+            sum(costs.tensors[t][1] for t in dropped),
+        ))  # fmt: skip
+    found.sort(key=lambda o: (o.stored, o.extra_us, o.workspace))
+    best: list[Option] = []
+    for o in found:
+        if not any(b.extra_us <= o.extra_us and b.workspace <= o.workspace for b in best):
+            best.append(o)
+    return best
+
+
+def predict(costs: Costs, chosen: Sequence[Option]) -> Plan:
+    """Peak and time of a configuration under the model."""
+    stored, peak = 0, 0
+    for option in chosen:
+        stored += option.stored
+        peak = max(peak, stored + option.workspace)
+    peak = max(peak, stored + costs.loss_bytes)
+    time = len(chosen) * costs.layer_us + costs.loss_us + sum(o.extra_us for o in chosen)
+    return Plan(tuple(chosen), peak, time)
+
+
+def plan(costs: Costs, budget_bytes: int) -> Plan:
+    """The fastest configuration whose predicted peak fits the budget.
+
+    Raises:
+        PlanError: not even the smallest configuration fits; the message says what it needs.
+    """
+    choices = options(costs)
+    unit = math.gcd(*(o.stored for o in choices))
+    slots = min(budget_bytes, costs.layers * max(o.stored for o in choices)) // unit + 1
+    time = torch.full((max(slots, 1),), math.inf, dtype=torch.float64)
+    time[0] = 0.0
+    taken = torch.full((costs.layers, len(time)), -1, dtype=torch.int16)
+    for i in range(costs.layers):
+        after = torch.full_like(time, math.inf)
+        for j, option in enumerate(choices):
+            step = option.stored // unit
+            # The state after this layer, in slots: what is stored then, plus its workspace, has to fit.
+            most = min(len(time), (budget_bytes - option.workspace) // unit + 1)
+            if most <= step:
+                continue
+            candidate = time[: most - step] + option.extra_us
+            better = candidate < after[step:most]
+            after[step:most][better] = candidate[better]
+            taken[i, step:most][better] = j
+        time = after
+    most = min(len(time), (budget_bytes - costs.loss_bytes) // unit + 1)
+    if most <= 0 or not time[:most].isfinite().any():
+        least = predict(costs, [min(choices, key=lambda o: (o.stored + o.workspace, o.stored))] * costs.layers)
+        raise PlanError(
+            f"nothing fits {budget_bytes / GIB:.2f} GiB of activations; the smallest configuration, {least.policies[0].name} in"
+            f" every layer, needs {least.peak_bytes / GIB:.2f} GiB. Shorten the sequence or the batch, or offload"
+        )
+    at = int(time[:most].argmin())
+    chosen = []
+    for i in reversed(range(costs.layers)):
+        option = choices[int(taken[i, at])]
+        chosen.append(option)
+        at -= option.stored // unit
+    return predict(costs, chosen[::-1])
+
+
+# --------------------------------------------------------------------------- command line
+
+
+def lines(policies: Sequence[Policy]) -> str:
+    """The code that applies these policies to a patched model."""
+    runs = [(p, len(list(group))) for p, group in itertools.groupby(policies)]
+    names = sorted({type(p).__name__ for p in policies})
+    parts = []
+    for policy, count in runs:
+        made = f"Keep({policy.tensors!r})" if isinstance(policy, Keep) else f"{type(policy).__name__}()"
+        parts.append(f"[{made}] * {count}")
+    return (
+        f"from snippets.checkpointing.policies import {', '.join(names)}, apply\nfrom snippets.kernels import patch\n\n"
+        "patch(model)\napplied = apply(model, " + " + ".join(parts) + ")"
+    )
+
+
+def tables(path: Path | None, batch: int, sequence: int) -> tuple[Mapping[str, Any], str]:
+    """Costs from a file (``costs --json``, or a record), or measured now; and where they come from.
+
+    Raises:
+        PlanError: no file and no GPU, or a file that holds no costs.
+    """
+    if path is None and torch.cuda.is_available():
+        from snippets.checkpointing import costs
+
+        full = costs.EXPERIMENT["full"] | {"shapes": [[batch, sequence]]}
+        return costs.measure(**full), f"measured now on {torch.cuda.get_device_name()}"
+    if path is None:
+        found = sorted(Path("records").glob("*/checkpointing.costs.json"))
+        if not found:
+            raise PlanError("no GPU to measure on and no record of the costs; give --costs FILE")
+        path = found[0]
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+        return {k: read["tables"][k] for k in ("tensors", "parts")}, f"{path}, {read['device']['name']}"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PlanError(f"{path} holds no costs ({type(error).__name__}: {error}); write one with costs --json FILE") from error
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m snippets.checkpointing.plan", description="What to store for a memory budget")
+    parser.add_argument("--budget-gib", type=float, required=True, help="for activations: the peak above weights and gradients")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--seq", type=int, default=4096)
+    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--costs", type=Path, metavar="FILE", help="what costs --json wrote, or a record; else measured on this GPU")
+    args = parser.parse_args(arguments)
+    if not (math.isfinite(args.budget_gib) and args.budget_gib > 0 and min(args.batch, args.seq, args.layers) > 0):
+        parser.error("--budget-gib, --batch, --seq and --layers must be positive numbers")
+    try:
+        measured, source = tables(args.costs, args.batch, args.seq)
+        costs = Costs.read(measured, args.batch, args.seq, args.layers)
+        best = plan(costs, int(args.budget_gib * GIB))
+    except PlanError as error:
+        print(f"plan: {error}", file=sys.stderr)
+        return 1
+    everything = costs.layers * costs.layer_us + costs.loss_us
+    print(f"{args.batch}×{args.seq}, {args.layers} layers, at most {args.budget_gib:g} GiB of activations; costs: {source}\n")
+    for policy, group in itertools.groupby(best.policies):
+        print(f"  {len(list(group)):3} layers  {policy.name}")
+    print(
+        f"\npredicted peak {best.peak_bytes / GIB:.2f} GiB above weights and gradients\n"
+        f"predicted time {best.step_us / 1e3:.1f} ms forward and backward, {best.step_us / everything - 1:+.1%} of storing everything\n"
+    )
+    print(lines(best.policies))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""The planner: exact against brute force, monotonic, honest where nothing fits, and its lines run."""
+
+import itertools
+import json
+import random
+
+import pytest
+import torch
+
+from snippets import qwen3
+from snippets.checkpointing import costs as costs_module
+from snippets.checkpointing import plan as planner
+from snippets.checkpointing.on_demand import TENSORS
+from snippets.checkpointing.plan import Costs, PlanError, options, plan, predict
+from snippets.kernels import patch
+from snippets.measure import check_tables
+
+
+def some(seed=0, layers=3):
+    r = random.Random(seed)
+    tensors = {t: (r.choice([2, 8, 24]) * 128, r.uniform(1, 100)) for t in TENSORS}
+    return Costs(
+        layers=layers, input_bytes=1024, attention_bytes=1040, tensors=tensors, layer_us=1000.0, block_us=1000.0 + r.uniform(150, 400),
+        loss_us=50.0, workspace_bytes=r.randint(0, 9000), block_workspace_bytes=r.randint(9000, 20000), loss_bytes=r.randint(0, 20000),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_it_is_exact(seed):
+    costs = some(seed)
+    choices = options(costs)
+    low = min(predict(costs, [o] * 3).peak_bytes for o in choices)
+    high = predict(costs, [choices[-1]] * 3).peak_bytes
+    every = [predict(costs, c) for c in itertools.product(choices[:: max(1, len(choices) // 12)], repeat=3)]
+    for budget in (low + (high - low) * i // 5 for i in range(6)):
+        best = plan(costs, budget)
+        assert best.peak_bytes <= budget
+        # The product runs over some of the choices only: none of those may be faster.
+        assert best.step_us <= min((p.step_us for p in every if p.peak_bytes <= budget), default=float("inf")) + 1e-6
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_it_is_exact_over_all_choices_of_two_layers(seed):
+    costs = some(seed, layers=2)
+    every = [predict(costs, c) for c in itertools.product(options(costs), repeat=2)]
+    for budget in sorted({p.peak_bytes for p in every})[::40]:
+        assert plan(costs, budget).step_us == pytest.approx(min(p.step_us for p in every if p.peak_bytes <= budget))
+
+
+def test_no_option_is_beaten_by_another():
+    found = options(some(layers=1))
+    for a, b in itertools.permutations(found, 2):
+        assert not (b.stored <= a.stored and b.workspace <= a.workspace and b.extra_us <= a.extra_us)
+    assert found[-1].policy.name == "none" and found[-1].extra_us == 0
+
+
+def test_more_memory_is_never_slower_and_too_little_is_refused():
+    costs = some(1, layers=5)
+    times = []
+    for budget in range(15_000, 200_000, 5_000):
+        try:
+            times.append(plan(costs, budget).step_us)
+        except PlanError as error:
+            assert not times and "smallest configuration" in str(error)
+    assert times == sorted(times, reverse=True) and times[-1] == pytest.approx(5 * 1000 + 50)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    tables = costs_module.measure(**costs_module.EXPERIMENT["smoke"])
+    check_tables(costs_module.EXPERIMENT["tables"], tables)
+    file = tmp_path_factory.mktemp("costs") / "costs.json"
+    file.write_text(json.dumps({"tables": tables, "device": {"name": "this CPU"}}))
+    return tables, file
+
+
+def test_bytes_are_those_of_the_layer(measured):
+    rows = {r["tensor"]: r for r in measured[0]["tensors"]}
+    tokens, itemsize = 2 * 16, 4
+    tiny = qwen3.TINY
+    heads, kv, d = tiny["num_attention_heads"], tiny["num_key_value_heads"], tiny["head_dim"]
+    width = {"ln1": 64, "q": heads * d, "k": kv * d, "v": kv * d, "rope": (heads + kv) * d, "h2": 64, "ln2": 64} | dict.fromkeys(
+        ("gate", "up", "product"), tiny["intermediate_size"]
+    )
+    assert {n: rows[n]["stored_bytes"] for n in TENSORS} == {n: w * tokens * itemsize for n, w in width.items()}
+    assert rows["attention"]["stored_bytes"] == tokens * heads * (d * itemsize + 4)
+    assert rows["q"]["flop"] == 2 * tokens * 64 * heads * d and rows["ln1"]["flop"] == 0
+    assert rows["h2"]["flop"] == rows["q"]["flop"] and rows["h2"]["makes"] == "o+h2"
+    assert "flash" in measured[0]["attention"][0]["operator"]
+
+
+def test_the_command_line_and_the_lines_it_prints(measured, capsys):
+    assert planner.main(["--budget-gib", "0.0003", "--batch", "2", "--seq", "16", "--layers", "2", "--costs", str(measured[1])]) == 0
+    out = capsys.readouterr().out
+    assert "2×16, 2 layers" in out and "this CPU" in out
+    code = out[out.index("from snippets.checkpointing") :]
+    model = qwen3.tiny(layers=2)
+    scope = {"model": model}
+    exec(code, scope)
+    ids = torch.randint(0, 512, (1, 5))
+    model(ids, labels=ids).loss.backward()
+    scope["applied"].off()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--budget-gib", "1", "--seq", "17"], "no costs for 1×17; measured are 2×16"),
+        (["--budget-gib", "1e-9", "--batch", "2", "--seq", "16"], "nothing fits"),
+        (["--budget-gib", "1", "--costs", "nowhere.json"], "nowhere.json holds no costs"),
+    ],
+)
+def test_the_command_line_refuses(measured, capsys, arguments, says):
+    if "--costs" not in arguments:
+        arguments = [*arguments, "--costs", str(measured[1])]
+    assert planner.main(arguments) == 1
+    assert says in capsys.readouterr().err
+
+
+def test_lines_of_a_mixture():
+    from snippets.checkpointing.policies import Block, Keep, Nothing, apply
+
+    model = qwen3.tiny(layers=4)
+    each = [Keep(("q",)), Keep(("q",)), Block(), Nothing()]
+    scope = {"model": model}
+    exec(planner.lines(each), scope)
+    scope["applied"].off()
+    assert "[Keep(('q',))] * 2 + [Block()] * 1 + [Nothing()] * 1" in planner.lines(each)
+    patch_is_on = model.__dict__["_kernel_patch"]
+    patch_is_on.off()
+    patch(model)
+    apply(model, each).off()
