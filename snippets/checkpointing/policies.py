@@ -223,6 +223,7 @@ class Selective:
         skip: of the matmuls among them, which are recomputed all the same: their place in the order of a
             layer's calls (q, k, v, o, gate, up, down are 0 to 6).
         recompute_attention: say so if the attention is meant to run twice.
+        early_stop: False runs each layer to its end, down_proj included, as torchtitan does.
 
     The policy is called in the forward only (torch 2.13) or in forward and recompute (2.11, 2.12);
     the calls are counted per phase, so that both give the same choice.
@@ -235,6 +236,7 @@ class Selective:
     save: tuple[Any, ...]
     skip: tuple[int, ...] = ()
     recompute_attention: bool = False
+    early_stop: bool = True
     name: str = "selective"
 
     def __post_init__(self):
@@ -252,7 +254,7 @@ class Selective:
 
     def _checkpoint(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return torch_checkpoint.checkpoint(
-            function, *arguments, use_reentrant=False, preserve_rng_state=False,
+            function, *arguments, use_reentrant=False, preserve_rng_state=False, early_stop=self.early_stop,
             context_fn=functools.partial(torch_checkpoint.create_selective_checkpoint_contexts, self._chooser()),
         )  # fmt: skip
 

@@ -35,7 +35,7 @@ from snippets import qwen3
 from snippets.measure import MeasureError, Tables, cli, progress
 from snippets.precision import corpus, gate3
 from snippets.precision.loop import IGNORE, LAST, Run, finite, make, train
-from snippets.precision.training import variant
+from snippets.variants import variant
 
 EXPERIMENT = {
     "title": "种子带与故意写错的 kernel：Gate 3 看得见什么（4 层）",
@@ -223,7 +223,7 @@ def measure(
 
     Args:
         nudges: runs of the baseline with the first seed from nudged weights.
-        controls: variants of ``training.variant``.
+        controls: variants of ``snippets.variants``.
         faults: see ``fault``.
         ignored: labels at the start of each sequence that don't count.
         window: steps that one point of the band is averaged over.

@@ -212,7 +212,7 @@ def run(
         batch: items per call; the same for both runs, since it changes rounding too.
         include: directory with task YAML files of your own.
         dtype: of the weights; default bf16.
-        candidate: the variant compared with "hf" (see ``training.variant``).
+        candidate: the variant compared with "hf" (see ``snippets.variants``).
 
     Raises:
         Missing: lm-eval or the weights are not there.
@@ -234,7 +234,7 @@ def run(
     from transformers import AutoTokenizer
 
     from snippets.measure import progress
-    from snippets.precision.training import variant
+    from snippets.variants import variant
 
     model = qwen3.load(dtype=dtype or torch.bfloat16).eval()
     tokenizer = AutoTokenizer.from_pretrained(name)

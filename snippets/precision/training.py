@@ -14,9 +14,8 @@ Set-up: see ``loop``. Weights are random unless QWEN3_8B names a checkpoint.
 
 from __future__ import annotations
 
-import contextlib
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +25,7 @@ from snippets import qwen3
 from snippets.measure import MeasureError, Tables, cli, progress
 from snippets.precision import corpus
 from snippets.precision.loop import Run, finite, forward, make, summary_rows, train
+from snippets.variants import variant
 
 EXPERIMENT = {
     "title": "1000 步训练与业务指标：Qwen3-8B 全 36 层",
@@ -99,66 +99,6 @@ EXPERIMENT = {
     },
     "data": ["snippets/precision/data/tokens.npy.xz"],
 }
-
-# ------------------------------------------------------------------------------- variants
-
-
-@contextlib.contextmanager
-def _liger(model: torch.nn.Module, **flags: Any) -> Iterator[None]:
-    """Liger on this instance, undone on leaving.
-
-    ``apply_liger_kernel_to_qwen3(model=...)`` binds methods to module instances, and also replaces
-    names in transformers' module, and with ``cross_entropy=True`` even
-    ``torch.nn.functional.cross_entropy``, for the whole process. It offers no way back, so all three
-    are put back here; otherwise every later "Hugging Face" run would be a Liger run.
-    """
-    from liger_kernel.transformers import apply_liger_kernel_to_qwen3
-    from transformers.models.qwen3 import modeling_qwen3
-
-    namespace = dict(vars(modeling_qwen3))
-    cross_entropy = torch.nn.functional.cross_entropy
-    instances = [(module, dict(module.__dict__)) for module in model.modules()]
-    try:
-        apply_liger_kernel_to_qwen3(model=model, **flags)
-        yield
-    finally:
-        for name, value in namespace.items():
-            setattr(modeling_qwen3, name, value)
-        torch.nn.functional.cross_entropy = cross_entropy
-        for module, attributes in instances:
-            mode = module.training
-            module.__dict__.clear()
-            module.__dict__.update(attributes, training=mode)
-
-
-@contextlib.contextmanager
-def variant(name: str, model: torch.nn.Module) -> Iterator[None]:
-    """Run the body with the kernels of ``name`` in ``model``; back to transformers' own afterwards.
-
-    Args:
-        name: "hf"; "ours" (all four kernels, q_norm and k_norm included); "liger" (RoPE, RMSNorm,
-            SwiGLU and the fused linear cross-entropy: its defaults); "liger_ce" (the same with the
-            cross-entropy from logits).
-
-    Raises:
-        ValueError: for another name.
-    """
-    if name == "hf":
-        yield
-    elif name == "ours":
-        from snippets.kernels import patch
-
-        with patch(model):
-            yield
-    elif name == "liger":
-        with _liger(model):
-            yield
-    elif name == "liger_ce":
-        with _liger(model, cross_entropy=True, fused_linear_cross_entropy=False):
-            yield
-    else:
-        raise ValueError(f"no variant {name!r}: known are hf, ours, liger, liger_ce")
-
 
 # ------------------------------------------------------------------------- business gate
 
@@ -301,7 +241,7 @@ def measure(
     """Train each variant from the same weights on the same sequences, then compare on the last one's weights.
 
     Args:
-        variants: see ``variant``; "hf" must be the last, since its weights are the evaluated ones.
+        variants: see ``snippets.variants``; "hf" must be the last, since its weights are the evaluated ones.
         tokens: per step, one sequence. held_out: evaluation sequences of the same length.
         prompts, prompt_tokens, new_tokens: greedy generation from the start of held-out sequences.
         other_batch: batch size of the baseline comparison, different from the usual one

@@ -85,6 +85,8 @@ def test_together_with_the_kernels(policy):
         (p.Selective(p.ATTENTION), 6, 0),
         (p.Selective(p.ATTENTION + p.MATMUL), 0, 0),
         (p.Selective(p.ATTENTION + p.MATMUL, skip=(1, 3, 5)), 3, 0),
+        (p.Selective(p.ATTENTION + p.MATMUL, skip=(1, 3, 5), early_stop=False), 3, 0),
+        (p.Selective(p.ATTENTION, early_stop=False), 7, 0),
         (p.Selective(p.MATMUL, recompute_attention=True), 0, 1),
     ],
     ids=lambda x: getattr(x, "name", x),

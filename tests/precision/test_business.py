@@ -148,10 +148,10 @@ metric_list:
 
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="requirements-eval.txt is not installed")
 def test_lm_eval_runs_both_variants_on_a_local_task(checkpoint, local_task, monkeypatch, tmp_path, capsys):
-    from snippets.precision import training
+    from snippets import variants
 
     used = []
-    plain = training.variant
+    plain = variants.variant
 
     @contextlib.contextmanager
     def spoiled(name, model):
@@ -169,13 +169,13 @@ def test_lm_eval_runs_both_variants_on_a_local_task(checkpoint, local_task, monk
     monkeypatch.setenv(qwen3.WEIGHTS, str(checkpoint))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
-    monkeypatch.setattr(training, "variant", spoiled)
+    monkeypatch.setattr(variants, "variant", spoiled)
     (row,) = business.run(["plus_one"], include=str(local_task), batch=4)
     assert used == ["hf", "ours"] and row["items"] == 12 and row["metric"] == "acc,none"
     assert row["only_hf"] + row["only_ours"] >= 6  # turned-around preferences must show, item by item
     assert row["hf"] - row["ours"] == pytest.approx((row["only_hf"] - row["only_ours"]) / 12)
 
-    monkeypatch.setattr(training, "variant", lambda name, model: plain("hf", model))
+    monkeypatch.setattr(variants, "variant", lambda name, model: plain("hf", model))
     out = tmp_path / "rows.json"
     assert business.main(["--tasks", "plus_one", "--include", str(local_task), "--limit", "5", "--out", str(out)]) == 0
     assert "no significant difference" in capsys.readouterr().out
