@@ -51,13 +51,17 @@ class Arg:
 
 @dataclass(frozen=True)
 class Setup:
-    """One point of the input space. ``dims`` maps symbols to a size, or to a tuple of sizes (leading dims)."""
+    """One point of the input space. ``dims`` maps symbols to a size, or to a tuple of sizes (leading dims).
+
+    A layout "sliced@1" is for the second data input (or the second output's dy) only; the others are contiguous.
+    """
 
     dims: dict[str, int | tuple[int, ...]]
     family: str = "randn"
     dy: str = "randn"
     layout: str = "contiguous"
     dy_layout: str = "contiguous"
+    tables: str = "contiguous"  # layout of what is no data: labels, RoPE tables, constants
     options: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
 
@@ -69,6 +73,8 @@ class Setup:
             parts.append(f"输入 {self.layout}")
         if self.dy_layout != "contiguous":
             parts.append(f"dy {self.dy_layout}")
+        if self.tables != "contiguous":
+            parts.append(f"标签或表 {self.tables}")
         parts += [f"{k}={v}" for k, v in self.options.items()]
         return ", ".join(parts)
 
@@ -108,7 +114,9 @@ def values(family: str, shape: tuple[int, ...], gen: torch.Generator) -> Tensor:
     randn; tiny3/tiny4 (row rms 1e-3/1e-4: eps matters); outlier (a few channels × 100); large
     (× 40); positive (one-sided, sums grow); negative
     (all below -100: a maximum that starts at 0 is wrong); zero_rows (every third row exactly zero); mixed (row
-    scales from 1e-4 to 1e2); masked (classes 1 to V/2 at the least finite bf16 value, as masks are written).
+    scales from 1e-4 to 1e2); masked (classes 1 to V/2 at the least finite bf16 value, as masks are written);
+    masked_inf (every second class at -inf; no tile wholly so, where an online softmax as Liger's gives NaN); tail (the last
+    three of a row 12 larger: what a loop leaves out at the end).
 
     Raises:
         UsageError: unknown family.
@@ -137,6 +145,14 @@ def values(family: str, shape: tuple[int, ...], gen: torch.Generator) -> Tensor:
             if shape:
                 x[..., 1 : shape[-1] // 2] = torch.finfo(torch.bfloat16).min
             return x
+        case "masked_inf":
+            if shape:
+                x[..., :-1][..., 1::2] = -math.inf
+            return x
+        case "tail":
+            if shape:
+                x[..., -3:] += 12
+            return x
         case "zero_rows":
             keep = torch.arange(n, device=x.device).remainder(3).ne(1).reshape(rows)
             return x * keep
@@ -149,11 +165,17 @@ def values(family: str, shape: tuple[int, ...], gen: torch.Generator) -> Tensor:
 def labels(family: str, shape: tuple[int, ...], high: int, gen: torch.Generator, ignore: int | None) -> Tensor:
     """int64 indices below ``high``: first and last class always occur.
 
-    With an ``ignore`` value: 14 % of them ignored; family "many_ignored": 90 %; "none_ignored": none.
-    Family "masked": none of the masked classes.
+    With an ``ignore`` value: 14 % of them ignored; family "many_ignored": 90 %; "none_ignored": none;
+    "all_ignored": all. Family "masked": none of the masked classes; "masked_inf": the last class.
     """
     y = torch.randint(high, shape, generator=gen, device=gen.device)
     flat = y.view(-1)
+    if family == "masked_inf":
+        flat.fill_(high - 1)
+        return y
+    if family == "all_ignored" and ignore is not None:
+        flat.fill_(ignore)
+        return y
     if family == "masked":
         flat[(flat >= 1) & (flat < high // 2)] = high - 1
     if ignore is not None and family != "none_ignored":
@@ -201,7 +223,8 @@ def place(value: Tensor, layout: str) -> Placed:
     contiguous; transposed (last two dims swapped in memory); swapped (dims 1 and 2 of a 4-D tensor
     swapped, as after ``view(B, S, H, D).transpose(1, 2)``); sliced (a window of wider rows, gaps
     NaN); expanded (stride 0 in the first dim: value must repeat there); expanded_cols (stride 0 in
-    the last). A layout that makes no sense for the shape falls back to contiguous.
+    the last); gap (a window of dim 1, so that rows of one batch are dense and batches are not); every second
+    element for 1-D "sliced". A layout that makes no sense for the shape falls back to contiguous.
     """
     shape = list(value.shape)
     fill = float("nan") if value.is_floating_point() else 0
@@ -212,7 +235,11 @@ def place(value: Tensor, layout: str) -> Placed:
         perm[1], perm[2] = 2, 1
     physical = [shape[p] for p in perm]
     extra = 0
-    if layout == "sliced" and len(shape) >= 2:
+    if layout == "sliced" and len(shape) == 1:
+        physical[0] *= 2
+    elif layout == "gap" and len(shape) >= 3:
+        physical[1] += 3
+    elif layout == "sliced" and len(shape) >= 2:
         extra = 24
         physical[-1] += extra
     elif layout == "expanded" and len(shape) >= 2:
@@ -224,6 +251,10 @@ def place(value: Tensor, layout: str) -> Placed:
     t = buffer[GUARD : GUARD + n].view(physical)
     if extra:
         t = t[..., 8 : 8 + shape[-1]]
+    elif layout == "sliced" and len(shape) == 1:
+        t = t[::2]
+    elif layout == "gap" and len(shape) >= 3:
+        t = t[:, 1 : 1 + shape[1]]
     t = t.permute(perm)  # a swap of two dims is its own inverse
     if layout == "expanded" and len(shape) >= 2:
         t.copy_(value[:1])
@@ -273,9 +304,9 @@ def draw(op: Op, setup: Setup, device: torch.device, gen: torch.Generator) -> li
     """fp64 (or int64) values of all inputs, contiguous, on ``device``."""
     out, ignore = [], None
     if any(a.role == "label" for a in op.args):
-        ignore = setup.options.get("ignore_index", op.options.get("ignore_index", -100 if op.name == "causal_lm_loss" else None))
+        ignore = setup.options.get("ignore_index", op.options.get("ignore_index"))
     rope_tables: tuple[Tensor, Tensor] | None = None
-    label_family = setup.family if setup.family.endswith("_ignored") else "randn"
+    label_family = setup.family if setup.family.endswith("_ignored") or setup.family.startswith("masked") else "randn"
     data_family = "randn" if setup.family.endswith("_ignored") else setup.family
     for arg in op.args:
         shape = _shape(arg, setup.dims)
@@ -284,7 +315,10 @@ def draw(op: Op, setup: Setup, device: torch.device, gen: torch.Generator) -> li
         elif arg.role == "const":
             out.append(_randn(shape, gen))
         elif arg.role == "weight":
-            out.append(1 + 0.5 * _randn(shape, gen))
+            w = 1 + 0.5 * _randn(shape, gen)
+            if setup.family == "zero_rows":
+                w.view(-1)[1::4] = 0  # a pruned channel; a backward that divides by the weight shows
+            out.append(w)
         elif arg.role in ("cos", "sin"):
             if rope_tables is None:
                 b, s, d = shape
@@ -300,8 +334,8 @@ def draw(op: Op, setup: Setup, device: torch.device, gen: torch.Generator) -> li
 
 def _dy(family: str, layout: str, out: Tensor, inputs: list[Tensor], gen: torch.Generator) -> Tensor:
     if out.dim() == 0:
-        # A backward that assumes an incoming 1 is exposed by anything else.
-        return 0.2 + 0.5 * _rand((), gen)
+        # A backward that assumes an incoming 1, or only its sign or only its size, is exposed by anything else.
+        return (0.2 + 1.8 * _rand((), gen)) * (1 - 2 * torch.randint(2, (), generator=gen, device=gen.device))
     g = _randn(out.shape, gen)
     if family == "correlated":
         like = [x for x in inputs if x.shape == out.shape and x.is_floating_point()]
@@ -317,6 +351,12 @@ def _dy(family: str, layout: str, out: Tensor, inputs: list[Tensor], gen: torch.
     return g
 
 
+def _layout(text: str, i: int) -> str:
+    """The layout of the i-th tensor: "sliced" is for all of them, "sliced@1" for number 1 only."""
+    name, _, index = text.partition("@")
+    return name if not index or int(index) == i else "contiguous"
+
+
 def resolve(options: dict[str, Any], inputs: list[Tensor], device: torch.device) -> dict[str, Any]:
     """Options as the kernel gets them: the text "tensor:N" stands for a 0-d int64 tensor on the device."""
     return {
@@ -330,7 +370,11 @@ def build(op: Op, setup: Setup, dtype: torch.dtype, device: torch.device) -> Cas
     gen = torch.Generator(device=device).manual_seed(1000 + setup.seed)
     raw = draw(op, setup, device, gen)
     cast = [v.to(dtype) if v.is_floating_point() else v for v in raw]
-    layouts = [setup.layout if a.role == "data" else "contiguous" for a in op.args]
+    data = [a for a in op.args if a.role == "data"]
+    layouts = [
+        _layout(setup.layout, data.index(a)) if a.role == "data" else "contiguous" if a.role == "weight" else setup.tables
+        for a in op.args
+    ]
     inputs = [place(v, lay) for v, lay in zip(cast, layouts, strict=True)]
     options = resolve({**op.options, **setup.options}, cast, device)
     with torch.no_grad():
@@ -338,8 +382,8 @@ def build(op: Op, setup: Setup, dtype: torch.dtype, device: torch.device) -> Cas
     dys = [
         # Rounded to the dtype under test even where the reference widens its output (a loss), so that
         # a kernel that returns the narrower dtype gets the same number.
-        place(_dy(setup.dy, setup.dy_layout, o, [p.tensor for p in inputs], gen).to(dtype).to(o.dtype), setup.dy_layout)
-        for o in outs
+        place(_dy(setup.dy, lay, o, [p.tensor for p in inputs], gen).to(dtype).to(o.dtype), lay)
+        for o, lay in zip(outs, (_layout(setup.dy_layout, i) for i in range(len(outs))), strict=True)
     ]
     return Case(op, setup, dtype, inputs, dys, options)
 
@@ -358,6 +402,9 @@ def as_tuple(out: Any) -> tuple[Tensor, ...]:
 
 # --------------------------------------------------------------------- the four operators
 
+# Widths that leave a block of 128 (or 64, 32) with other remainders than the round sizes do.
+TAILS = (31, 63, 96, 127, 160, 191, 224, 351)
+
 
 def _plan_rms(gate: int, level: str) -> list[Setup]:
     if level == "tiny":
@@ -365,9 +412,11 @@ def _plan_rms(gate: int, level: str) -> list[Setup]:
         mid: tuple[Any, int] = (9, 33)
     elif gate == 1:
         shapes = [(1, 7), (3, 1), (37, 129), (300, 64), (5, 1000), (3, 4096), (2, 8193), (2, 20001), (65537, 4)]
+        shapes += [(2, 8192), (2, 16384)] + [(3, w) for w in TAILS]
         mid = (37, 129)
     else:
-        shapes = [(1, 7), (37, 129), (2050, 256), (3, 8193), (64, 4096), (2, 20001), (65537, 4)]
+        shapes = [(1, 7), (37, 129), (2050, 256), (3, 8193), (64, 4096), (2, 20001), (65537, 4), (2, 8192), (2, 16384)]
+        shapes += [(3, w) for w in TAILS]
         if level == "cuda":
             shapes += [(4096, 4096), (33000, 128)]
         mid = (2050, 256)
@@ -382,8 +431,12 @@ def _plan_rms(gate: int, level: str) -> list[Setup]:
     three = {"R": (3, 5), "H": mid[1]}
     out += [Setup(three, seed=42), Setup(three, layout="sliced", dy_layout="transposed", seed=44), Setup({"R": (2, 3, 4), "H": 128 if level != "tiny" else 16},
                   layout="swapped", dy_layout="swapped", seed=43)]  # fmt: skip
-    out += [Setup(m, family=f, options={"eps": e}, seed=50) for f, e in (("tiny3", 1e-5), ("randn", 1e-2))]
-    return out
+    out += [Setup({"R": (3, 5), "H": mid[1]}, layout="gap", dy_layout="gap", seed=45)]
+    return out + _eps(m)
+
+
+def _eps(m: dict[str, Any]) -> list[Setup]:
+    return [Setup(m, family=f, options={"eps": e}, seed=50) for f, e in (("tiny3", 1e-5), ("randn", 1e-2), ("tiny4", 1e-8), ("tiny4", 0.0))]
 
 
 def _plan_head_norm(gate: int, level: str) -> list[Setup]:
@@ -397,18 +450,21 @@ def _plan_head_norm(gate: int, level: str) -> list[Setup]:
     out += [Setup(m, dy=d, seed=11) for d in ("correlated", "positive")]
     out += [Setup(m, layout=a, dy_layout=b, seed=12) for a, b in (
         ("swapped", "swapped"), ("sliced", "contiguous"), ("contiguous", "expanded"), ("transposed", "sliced"))]  # fmt: skip
-    if level == "cuda" and gate == 2:
-        out.append(Setup({"B": 1, "S": 9000, "N": 8, "D": 128}, seed=13))
-    return out
+    out += [Setup(m, layout="gap", dy_layout="gap", seed=14)]
+    if level != "tiny":
+        out.append(Setup({"B": 1, "S": 9000, "N": 8, "D": 128 if level == "cuda" and gate == 2 else 4}, seed=13))
+    return out + _eps(m)
 
 
 def _plan_swiglu(gate: int, level: str) -> list[Setup]:
     if level == "tiny":
         shapes, mid = [(1, 7), (5, 33), (2, 4099)], (5, 33)
     elif gate == 1:
-        shapes, mid = [(1, 7), (37, 129), (3, 12288), (2, 8193), (2, 20001), (65537, 2)], (37, 129)
+        shapes, mid = [(1, 7), (37, 129), (3, 12288), (2, 8193), (2, 20001), (65537, 2), (2, 8192)], (37, 129)
+        shapes += [(3, w) for w in TAILS]
     else:
-        shapes, mid = [(1, 7), (37, 129), (3, 12288), (2, 20001), (65537, 2)], (300, 257)
+        shapes, mid = [(1, 7), (37, 129), (3, 12288), (2, 20001), (65537, 2), (2, 8192)], (300, 257)
+        shapes += [(3, w) for w in TAILS]
         if level == "cuda":
             shapes, mid = shapes + [(2048, 12288)], (2048, 1000)
     out = [Setup({"R": r, "N": n}, seed=i) for i, (r, n) in enumerate(shapes)]
@@ -419,6 +475,9 @@ def _plan_swiglu(gate: int, level: str) -> list[Setup]:
     out += [Setup(m, dy_layout=lay, seed=41) for lay in ("expanded", "expanded_cols", "transposed", "sliced")]
     three = {"R": (3, 5), "N": mid[1]}
     out += [Setup(three, seed=42), Setup(three, layout="sliced", dy_layout="transposed", seed=44)]
+    out += [Setup(three, layout="gap", dy_layout="gap", seed=45)]
+    # Only one of two tensors strided: a kernel that takes one's strides for the other's.
+    out += [Setup(m, layout=lay, seed=46) for lay in ("sliced@0", "sliced@1", "transposed@1")]
     return out
 
 
@@ -437,7 +496,10 @@ def _plan_rope(gate: int, level: str) -> list[Setup]:
     out += [Setup(m, dy="correlated", seed=11), Setup(m, dy="positive", seed=12)]
     out += [Setup(m, layout=a, dy_layout=b, seed=13) for a, b in (
         ("swapped", "swapped"), ("swapped", "contiguous"), ("contiguous", "swapped"), ("sliced", "sliced"),
-        ("transposed", "contiguous"), ("contiguous", "expanded"), ("contiguous", "expanded_cols"))]  # fmt: skip
+        ("transposed", "contiguous"), ("contiguous", "expanded"), ("contiguous", "expanded_cols"),
+        ("swapped@0", "contiguous"), ("swapped@1", "contiguous"), ("contiguous", "swapped@0"), ("contiguous", "swapped@1"),
+        ("gap", "gap"))]  # fmt: skip
+    out += [Setup(m, tables=lay, seed=14) for lay in ("sliced", "transposed", "gap")]
     return out
 
 
@@ -446,26 +508,36 @@ def _plan_ce(gate: int, level: str) -> list[Setup]:
         shapes, mid = [(1, 7), (6, 33), (2, 9001)], (6, 33)
     elif gate == 1:
         shapes, mid = [(1, 7), (37, 129), (9, 1000), (5, 8193), (2, 151937), (65537, 3)], (37, 129)
+        shapes += [(5, 4096), (2, 32768), (2, 65536)] + [(3, w) for w in TAILS]
     else:
         shapes, mid = [(1, 7), (37, 129), (5, 8193), (2, 151937), (65537, 3)], (300, 517)
+        shapes += [(5, 4096), (2, 32768), (2, 65536)] + [(3, w) for w in TAILS]
         if level == "cuda":
             shapes, mid = shapes + [(64, 151936), (2050, 4096)], (2050, 517)
     out = [Setup({"N": n, "V": v}, seed=i) for i, (n, v) in enumerate(shapes)]
     m = {"N": mid[0], "V": mid[1]}
     out += [Setup(m, family=f, seed=20) for f in (
-        "none_ignored", "many_ignored", "large", "negative", "outlier", "positive", "zero_rows", "tiny3", "masked")]  # fmt: skip
+        "none_ignored", "many_ignored", "large", "negative", "outlier", "positive", "zero_rows", "tiny3", "masked",
+        "masked_inf")]  # fmt: skip
+    wide = [(2, 9001)] if level == "tiny" else [(2, 9001), (3, 32776), (3, 40005)]
+    out += [Setup({"N": n, "V": v}, family=f, seed=21) for n, v in wide for f in ("tail", "masked_inf")]
+    out += [Setup(m, family="all_ignored", options={"num_items_in_batch": mid[0]}, seed=22)]
+    out += [Setup(m, tables="sliced", seed=23)]
     out += [Setup(m, layout=lay, seed=40) for lay in ("transposed", "sliced")]
-    out += [Setup(m, options={"ignore_index": 3}, seed=50)]
-    out += [Setup(m, options={"num_items_in_batch": n}, seed=51) for n in (mid[0] * 3, f"tensor:{mid[0] * 3}")]
+    out += [Setup(m, options={"ignore_index": i}, seed=50) for i in (3, 0)]
+    out += [Setup(m, options={"num_items_in_batch": n}, seed=51) for n in (mid[0] * 3, f"tensor:{mid[0] * 3}", 2)]
     return out
 
 
 def _plan_causal(gate: int, level: str) -> list[Setup]:
     b, t, v = (2, 5, 17) if level == "tiny" else (3, 29, 131)
     m = {"B": b, "T": t, "V": v}
-    return [Setup(m), Setup({**m, "B": 1}, seed=1)] + [
-        Setup(m, family=f, seed=2) for f in ("none_ignored", "many_ignored", "large")
-    ]
+    out = [Setup(m), Setup({**m, "B": 1}, seed=1), Setup({"B": 2, "T": 3, "V": 4099 if level == "tiny" else 20001}, seed=3)]
+    out += [Setup(m, dy="positive", seed=4)]
+    out += [Setup(m, family=f, seed=2) for f in ("none_ignored", "many_ignored", "large", "masked", "masked_inf", "tail")]
+    out += [Setup(m, layout=lay, seed=5) for lay in ("transposed", "sliced", "gap")] + [Setup(m, tables="sliced", seed=6)]
+    out += [Setup(m, options={"ignore_index": 3}, seed=7)]
+    return out + [Setup(m, options={"num_items_in_batch": n}, seed=8) for n in (2, f"tensor:{b * t * 3}")]
 
 
 def _ce_slack(tensors, dys, options) -> dict[str, Tensor]:
@@ -480,8 +552,8 @@ def _ce_slack(tensors, dys, options) -> dict[str, Tensor]:
 
 def _causal_slack(tensors, dys, options) -> dict[str, Tensor]:
     z, labels = tensors
-    shifted = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
-    return _ce_slack((z, shifted), dys, {"ignore_index": -100})
+    shifted = torch.nn.functional.pad(labels, (0, 1), value=options["ignore_index"])[..., 1:]
+    return _ce_slack((z, shifted), dys, options)
 
 
 OPS: dict[str, Op] = {
@@ -500,7 +572,7 @@ OPS: dict[str, Op] = {
            references.cross_entropy, _plan_ce, {"N": 5, "V": 4}, {"ignore_index": -100}, _ce_slack),
         Op("causal_lm_loss", (Arg("logits", ("B", "T", "V")), Arg("labels", ("B", "T"), "label", "V")),
            references.causal_lm_loss, _plan_causal,
-           {"B": 2, "T": 4, "V": 4}, slack=_causal_slack),
+           {"B": 2, "T": 4, "V": 4}, {"ignore_index": -100}, _causal_slack),
     )
 }  # fmt: skip
 
@@ -663,9 +735,11 @@ def adapt(op: Op, kernel: Callable[..., Any]) -> tuple[Callable[..., Any], Op, l
         kernel knows, and notes for the report (what could not be tested).
     """
     kernel, params = signature(kernel)
-    if op.name == "causal_lm_loss" and any(p.name == "vocab_size" for p in params):
-        return lambda *t: kernel(*t, vocab_size=t[0].shape[-1]), op, []  # transformers' signature
-    names = [n for n in ("eps", "ignore_index", "num_items_in_batch") if n in op.options or op.name == "cross_entropy" and n != "eps"]
+    if op.name == "causal_lm_loss" and any(p.name == "vocab_size" for p in params):  # transformers' signature
+        inner = kernel
+        kernel = lambda *t, **o: inner(*t, vocab_size=t[0].shape[-1], **o)  # noqa: E731
+        params = [p for p in params if p.name != "vocab_size"]
+    names = [n for n in ("eps", "ignore_index", "num_items_in_batch") if n in op.options or "ignore_index" in op.options and n != "eps"]
     if not names:
         return kernel, op, []
     known, by_name = set(), {p.name for p in params if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}

@@ -23,7 +23,7 @@ from torch import Tensor
 from snippets.precision import judge
 from snippets.precision.cases import Case, Op, Setup, UsageError, adapt, build
 from snippets.precision.judge import Run, describe, named
-from snippets.precision.structure import main_setup, soil, structural
+from snippets.precision.structure import main_setup, soil, structural, touched
 from snippets.precision.verdict import Finding, Verdict
 
 RTOL, NOISE = 1e-8, 1e-9
@@ -169,6 +169,8 @@ def check(
         soil(case)
         try:
             verdict.findings += findings_of(p, judge.run(fn, case))
+            if why := touched(case, allow):
+                verdict.findings.append(Finding("输入与 dy 不被改写", False, why, f"{s}"))
         except Exception as e:  # noqa: BLE001
             verdict.findings.append(Finding("能否运行", False, describe(e), f"{s}"))
             if "CUDA error" in str(e):

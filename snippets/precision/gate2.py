@@ -17,7 +17,7 @@ from snippets.precision import judge
 from snippets.precision.cases import Op, Setup, adapt, build
 from snippets.precision.gate1 import MOST_FAILURES, _ratio_finding, bad_of, judge_seed
 from snippets.precision.judge import Run, Stat, describe
-from snippets.precision.structure import soil, structural
+from snippets.precision.structure import soil, structural, touched
 from snippets.precision.verdict import Finding, Verdict
 
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float16: "fp16"}
@@ -87,6 +87,8 @@ def check(
             soil(case)
             try:
                 found = findings_of(p, judge.run(fn, case))
+                if why := touched(case, allow):
+                    found.append(Finding("输入与 dy 不被改写", False, why, f"{s}"))
             except Exception as e:  # noqa: BLE001
                 found = [Finding("能否运行", False, f"{name}：{describe(e)}", f"{s}")]
             verdict.findings += found

@@ -69,7 +69,9 @@ def cross_entropy(
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
-def causal_lm_loss(logits: Tensor, labels: Tensor) -> Tensor:
+def causal_lm_loss(
+    logits: Tensor, labels: Tensor, ignore_index: int = -100, num_items_in_batch: Tensor | int | None = None
+) -> Tensor:
     """transformers' ForCausalLMLoss: logits[B, T, V], labels[B, T] → scalar; position t predicts label t + 1."""
-    shifted = F.pad(labels, (0, 1), value=-100)[..., 1:]
-    return cross_entropy(logits.reshape(-1, logits.shape[-1]), shifted.reshape(-1))
+    shifted = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    return cross_entropy(logits.reshape(-1, logits.shape[-1]), shifted.reshape(-1), ignore_index, num_items_in_batch)

@@ -9,6 +9,7 @@ own comparison whether the numbers are still right.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -48,6 +49,15 @@ class Poison(TorchDispatchMode):
 
     def guards_intact(self) -> bool:
         return all(bool(b[:GUARD].isnan().all()) and bool(b[-GUARD:].isnan().all()) for b in self.buffers)
+
+
+def touched(case: Case, allow: Iterable[str] = ()) -> str | None:
+    """Which of the caller's tensors a run has overwritten without having declared it (Chinese reason)."""
+    if "inputs" not in allow and any(p.changed() for p in case.inputs):
+        return "改写了输入（或写到了它的边界之外）；若是有意的就地复用，用 --allow-overwrite inputs 声明"
+    if "grad_output" not in allow and any(p.changed() for p in case.dys):
+        return "反向改写了传入的梯度 dy；若是有意的就地复用，用 --allow-overwrite grad_output 声明"
+    return None
 
 
 def soil(case: Case) -> None:
@@ -130,11 +140,19 @@ def structural(
         return findings, notes
 
     # 2. The graph survives its first backward (retain_graph, checkpointing, two consumers).
-    case = fresh()
-    two = run(fn, case, twice=True)
-    why = bad(case, Run(two.outputs, two.again or {}), fresh())
+    # The second backward gets another gradient: one that hands out the first one's results again shows.
+    case, then = fresh(), fresh(1)
+    pristine = fresh()
+    pristine.altered = True
+    for p, q in zip(pristine.dys, then.dys, strict=True):
+        p.refill(q.tensor)
+    try:
+        two = run(fn, case, twice=True, then=[p.tensor for p in then.dys])
+        why = bad(case, Run(two.outputs, two.again or {}), pristine)
+    except Exception as e:  # noqa: BLE001
+        why = describe(e)
     if why is not None and "saved" in allow:
-        notes.append("声明过的就地复用：第二次反向的结果不同（保存的张量已被改写）")
+        notes.append("声明过的就地复用：第二次反向的结果不同或报错（保存的张量已被改写）")
         why = None
     findings.append(Finding("两次反向结果相同", why is None, "retain_graph 后再次反向仍然正确" if why is None else
                             f"第二次反向错误，保存的张量被改写？{why}；若是有意的，用 --allow-overwrite saved 声明", f"{setup}"))  # fmt: skip
@@ -190,12 +208,15 @@ def structural(
         for case in (first, second):
             ts = [t.detach().requires_grad_(a.grad) for a, t in zip(op.args, case.tensors, strict=True)]
             leaves.append((ts, call(fn, ts, case.call_options)))
-        for i, (case, (ts, outs)) in enumerate(zip((first, second), leaves, strict=True)):
+        done = []
+        for case, (ts, outs) in zip((first, second), leaves, strict=True):
             want = [t for t in ts if t.requires_grad]
             gs = torch.autograd.grad(outs, want, [p.tensor.to(o.dtype) for p, o in zip(case.dys, outs, strict=True)], allow_unused=True)
-            r = Run(tuple(o.detach() for o in outs), dict(zip([a.name for a in op.args if a.grad], gs, strict=True)))
+            done.append(Run(tuple(o.detach() for o in outs), dict(zip([a.name for a in op.args if a.grad], gs, strict=True))))
+        # Judged only now: results in a buffer that the next call reuses are wrong by this time.
+        for i, (case, r) in enumerate(zip((first, second), done, strict=True)):
             if why := bad(case, r, fresh(i)):
-                return f"两次前向之后再分别反向时出错（模块级缓存被覆盖？）：{why}"
+                return f"两次前向之后再分别反向时出错（模块级缓存或静态缓冲区被覆盖？）：{why}"
         return None
 
     def side_stream() -> str | None:
@@ -224,12 +245,15 @@ def structural(
 
     def reseeded() -> str | None:
         cuda = device.type == "cuda"
-        states: list[list[Tensor]] = []
+        states: list[list[Any]] = []
+        python = random.getstate()
         with torch.random.fork_rng(devices=[torch.cuda.current_device()] if cuda else []):
             for seed in (1, 2):
                 (torch.manual_seed if cuda else torch.default_generator.manual_seed)(seed)
+                random.seed(seed)
                 run(fn, fresh())
-                states.append([torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if cuda else []))
+                states.append([torch.get_rng_state(), torch.tensor(random.getstate()[1])] + ([torch.cuda.get_rng_state()] if cuda else []))
+        random.setstate(python)
         # Drawing numbers moves two different states to two different ones; only a new seed makes them equal.
         return "重置了全局随机数种子，之后的 dropout 与采样每步相同" if any(map(torch.equal, *states)) else None
 
@@ -259,40 +283,42 @@ def structural(
 
     # 6. Partial use of the graph.
     def partial() -> str | None:
-        for arg in op.args:
-            if arg.grad:
-                case = fresh()
-                if why := bad(case, run(fn, case, wrt=[arg.name]), fresh()):
-                    return f"只有 {arg.name} 需要梯度时出错：{why}"
+        names = [a.name for a in op.args if a.grad]
+        subsets = [[n] for n in names] + ([[m for m in names if m != n] for n in names] if len(names) > 2 else [])
+        for wrt in subsets:
+            case = fresh()
+            if why := bad(case, run(fn, case, wrt=wrt), fresh()) or touched(case, allow):
+                return f"只有 {'、'.join(wrt)} 需要梯度时出错：{why}"
         return None
 
-    def first_output() -> str | None:
-        case = fresh()
-        if len(case.dys) < 2:
-            return None
-        for p in case.dys[1:]:
-            p.refill(torch.zeros_like(p.tensor))
-        ts = [t.detach().requires_grad_(a.grad) for a, t in zip(op.args, case.tensors, strict=True)]
-        outs = call(fn, ts, case.call_options)
-        want = [t for t in ts if t.requires_grad]
-        gs = torch.autograd.grad(outs[0], want, case.dys[0].tensor, allow_unused=True)
-        gs = [torch.zeros_like(t) if g is None else g for t, g in zip(want, gs, strict=True)]
-        pristine = fresh()
-        pristine.altered = True
-        for p in pristine.dys[1:]:
-            p.refill(torch.zeros_like(p.tensor))
-        r = Run(tuple(o.detach() for o in outs), dict(zip([a.name for a in op.args if a.grad], gs, strict=True)))
-        why = bad(case, r, pristine)
-        return why and f"只用第一个输出时出错：{why}"
+    def one_output() -> str | None:
+        for i in range(len(fresh().dys) if len(fresh().dys) > 1 else 0):
+            case, pristine = fresh(), fresh()
+            pristine.altered = True
+            for c in (case, pristine):
+                for j, p in enumerate(c.dys):
+                    if j != i:
+                        p.refill(torch.zeros_like(p.tensor))
+            ts = [t.detach().requires_grad_(a.grad) for a, t in zip(op.args, case.tensors, strict=True)]
+            outs = call(fn, ts, case.call_options)
+            want = [t for t in ts if t.requires_grad]
+            gs = torch.autograd.grad(outs[i], want, case.dys[i].tensor.to(outs[i].dtype), allow_unused=True)
+            gs = [torch.zeros_like(t) if g is None else g for t, g in zip(want, gs, strict=True)]
+            r = Run(tuple(o.detach() for o in outs), dict(zip([a.name for a in op.args if a.grad], gs, strict=True)))
+            if why := bad(case, r, pristine):
+                return f"只用第 {i + 1} 个输出时出错：{why}"
+        return None
 
     def no_grad() -> str | None:
-        case = fresh()
+        cases = fresh(), fresh(1)
         with torch.no_grad():
-            outs = call(fn, case.tensors, case.call_options)
-        why = bad(case, Run(tuple(o.clone() for o in outs), {}), fresh())
-        return why and f"no_grad 下前向出错：{why}"
+            both = [call(fn, c.tensors, c.call_options) for c in cases]
+        for i, (case, outs) in enumerate(zip(cases, both, strict=True)):  # judged after both: static buffers
+            if why := bad(case, Run(tuple(outs), {}), fresh(i)) or touched(case, allow):
+                return f"no_grad 下前向出错：{why}"
+        return None
 
     check("部分参数需要梯度", "每个参数单独需要梯度时都正确", partial)
-    check("只用部分输出", "未使用的输出不影响梯度", first_output)
+    check("只用部分输出", "未使用的输出不影响梯度", one_output)
     check("no_grad 前向", "推理时前向正确", no_grad)
     return findings, notes
