@@ -226,7 +226,9 @@ def test_interrupting_the_build_kills_the_experiment(root, number):
     set_measure(root, "    import os, time\n    open('child', 'w').write(str(os.getpid()))\n    time.sleep(60)\n")
     code = f"import hooks; hooks.use_root({str(root)!r}); from hooks import runner; runner.ensure('demo.squares')"
     environ = os.environ | {"REFRESH": "all", "PYTHONPATH": str(runner.__file__).rsplit("/hooks/", 1)[0]}
-    build = subprocess.Popen([sys.executable, "-c", code], env=environ, stderr=subprocess.PIPE, text=True)
+    # What started the tests (nohup, a job in the background) may ignore these signals, and children inherit that.
+    build = subprocess.Popen([sys.executable, "-c", code], env=environ, stderr=subprocess.PIPE, text=True,
+                             preexec_fn=lambda: signal.signal(number, signal.SIG_DFL))  # fmt: skip
     deadline = time.monotonic() + 20
     while not ((root / "child").exists() and (root / "child").read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)
