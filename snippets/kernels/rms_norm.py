@@ -88,7 +88,8 @@ def _backward(
         # reduced as one pair, so that the program's threads meet at one barrier, not at two.
         wdy = w[None, :] * dy
         squares, products = tl.split(tl.sum(tl.join(x * x, wdy * x), axis=1))
-        rstd = tl.rsqrt(squares / WIDTH + EPS)
+        # A row past the end is all zeros: with eps = 0 its rstd would be inf, its normed NaN, and dw with it.
+        rstd = tl.where(rows < n_rows, tl.rsqrt(squares / WIDTH + EPS), 0.0)
         normed = x * rstd[:, None]
         correlation = products * rstd / WIDTH
         dx = (wdy - normed * correlation[:, None]) * rstd[:, None]
