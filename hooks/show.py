@@ -7,6 +7,9 @@
     print(e.show(table(rows, columns={...})))                   # any HTML, with the provenance line
     print(e.show(lambda r: table(reshape(r.rows("speed")))))    # the same, once per device
 
+A text made of several numbers uses ``format_value(number, ".2f")``: a result that was NaN or inf is
+None in its record, and an f-string would fail on it.
+
 ``experiment`` is the one place that chooses run or replay (through hooks.runner). Where no record
 exists, every method gives the same visible box with the command, and a function handed to ``show``
 is not called. Records of several devices appear as tabs whose labels switch together.
@@ -23,9 +26,9 @@ from contextvars import ContextVar
 from typing import Any
 
 from hooks import experiments, plots, render
-from hooks.render import RenderError, table
+from hooks.render import RenderError, format_value, table
 
-__all__ = ["ShowError", "experiment", "plot", "table"]
+__all__ = ["ShowError", "experiment", "format_value", "plot", "table"]
 
 # The page that is being rendered, as its path below docs/; links are relative to it.
 page: ContextVar[str] = ContextVar("page", default="")
