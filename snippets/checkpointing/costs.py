@@ -2,7 +2,8 @@
 
 A layer with this project's kernels runs once with everything dropped; each recipe that it leaves behind
 (see ``on_demand``) is timed by itself, on the tensors of that run. Beside them stand the
-attention, which the on-demand policies always store, the whole layer, and the loss.
+attention, which the on-demand policies always store, the whole layer, the loss, and what lies before the first
+layer and after the last. Gradients exist and are added to, as in a micro-step of gradient accumulation.
 
     python -m snippets.checkpointing.costs [--smoke] [--json FILE]
 """
@@ -17,7 +18,8 @@ import torch
 
 from snippets import measure as measure_module
 from snippets import qwen3
-from snippets.checkpointing.chunked_loss import linear_cross_entropy
+from snippets.checkpointing.accumulate import accumulate
+from snippets.checkpointing.chunked_loss import head_backward
 from snippets.checkpointing.on_demand import TENSORS, LayerHooks
 from snippets.checkpointing.policies import Block
 from snippets.kernels import patch
@@ -28,8 +30,8 @@ EXPERIMENT = {
     "needs": "cuda",
     "memory_gib": 40,
     "minutes": 2,
-    "full": {"size": "8b", "shapes": [[1, 4096], [2, 4096], [1, 16384], [1, 32768]], "slice_tokens": 1024, "rounds": 30},
-    "smoke": {"size": "tiny", "shapes": [[2, 16]], "slice_tokens": 16, "rounds": 5},
+    "full": {"size": "8b", "shapes": [[1, 4096], [2, 4096], [1, 16384], [1, 32768]], "rounds": 30},
+    "smoke": {"size": "tiny", "shapes": [[2, 16]], "rounds": 5},
     "tables": {
         "tensors": {
             "batch": "1", "sequence": "1", "tensor": "", "makes": "", "stored_bytes": "B", "median_us": "µs", "p20_us": "µs",
@@ -148,7 +150,7 @@ def _attention(module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, v: tor
     return lambda: sdpa_attention_forward(module, q, k, v, None, dropout=0.0, scaling=module.scaling)[0]
 
 
-def _parts(model: torch.nn.Module, batch: int, sequence: int, slice_tokens: int, rounds: int) -> list[dict[str, Any]]:
+def _parts(model: torch.nn.Module, batch: int, sequence: int, rounds: int) -> list[dict[str, Any]]:
     layer = model.model.layers[0]
     hidden, inputs = _inputs(model, batch, sequence)
     hidden.requires_grad_()
@@ -156,56 +158,58 @@ def _parts(model: torch.nn.Module, batch: int, sequence: int, slice_tokens: int,
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     labels = torch.randint(0, model.lm_head.weight.shape[0], (batch, sequence), device=hidden.device)
-    slices = max(1, batch * sequence // slice_tokens)
+    decoder = model.model
 
     def through(*_):
         layer(hidden, **inputs).backward(above)
         hidden.grad = None
 
     def loss(*_):
-        linear_cross_entropy(hidden, model.lm_head.weight, labels, slices=slices).backward()
-        hidden.grad = None
+        head_backward(hidden, model.lm_head.weight, labels)
+
+    def ends(*_):
+        decoder.norm(decoder.embed_tokens(labels)).backward(above)
 
     def forward(*_):
         with torch.no_grad():
             layer(hidden, **inputs)
 
     rows = []
-    plain = {"forward": forward, "layer": through, "loss": loss}
+    plain = {"forward": forward, "layer": through, "loss": loss, "ends": ends}
     times = measure_module.side_by_side(plain, rounds=rounds)
     peaks = {name: _peak_bytes(run) for name, run in plain.items()}
     undo = Block().attach(layer)
     times |= measure_module.side_by_side({"block": through}, rounds=rounds)
     peaks["block"] = _peak_bytes(through)
     undo()
-    for name in ("forward", "layer", "block", "loss"):
+    for name in ("forward", "layer", "block", "loss", "ends"):
         rows.append({"batch": batch, "sequence": sequence, "part": name, **times[name], "peak_bytes": peaks[name]})
     return rows
 
 
-def measure(*, size: str, shapes: list[list[int]], slice_tokens: int, rounds: int) -> Tables:
+def measure(*, size: str, shapes: list[list[int]], rounds: int) -> Tables:
     """Time and size of everything that one layer stores.
 
     Args:
         size: "8b" or "tiny".
         shapes: [batch, sequence] each.
-        slice_tokens: rows of logits that exist at a time in the loss.
 
     Returns:
         ``tensors``: per droppable tensor its bytes and the time to make it from its inputs (``ps_per_byte``
         includes helpers that nothing stores), then the attention and the helpers themselves. ``parts``: the layer's
-        forward alone, forward and backward with everything stored and as a block, and the loss; peak
-        above the inputs and the gradients. ``attention``: the operator that ran.
+        forward alone, forward and backward with everything stored and as a block, the loss, and the two ends
+        (embedding and last norm); peak above the inputs and the gradients. ``attention``: the operator that ran.
     """
     model = qwen3.build(1) if size == "8b" else qwen3.tiny(1, device=measure_module.device())
     patch(model)
+    accumulate(model)
     tensors: list[dict[str, Any]] = []
     parts: list[dict[str, Any]] = []
     operators: list[Mapping[str, Any]] = []
     for batch, sequence in shapes:
         progress(f"{batch}×{sequence}")
         tensors += _tensors(model, batch, sequence, rounds)
-        parts += _parts(model, batch, sequence, slice_tokens, rounds)
+        parts += _parts(model, batch, sequence, rounds)
         hidden, inputs = _inputs(model, batch, sequence)
         with torch.no_grad():
             name = attention_operator(lambda h=hidden, i=inputs: model.model.layers[0](h, **i))

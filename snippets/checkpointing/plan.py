@@ -8,8 +8,9 @@ paste. The budget is for activations: the peak above weights and gradients.
 The model. A layer under ``Keep`` stores its input, the attention's output and log-sum-exp, and the tensors
 kept; each dropped tensor costs the time of its recipe once, since the backward asks for each of them exactly
 once. A layer under ``Block`` stores its input and costs one forward. The backward of layer i peaks at what
-layers 1..i store plus its own workspace plus what it has to make again in its MLP half (the attention
-half comes later, when the MLP's tensors are gone); the loss peaks at everything stored plus its slices.
+layers 1..i store plus the gradient that comes in, the layer's own workspace, and what it has to make again in its
+MLP half (the attention half comes later, when the MLP's tensors are gone). The loss peaks at everything stored plus the
+last norm's input and output and its slice. The embedding's dense gradient comes when nothing is stored any more.
 
 The search is a dynamic program over the layers with the bytes stored so far as state, in units that divide
 every size: no heuristics, no rounding.
@@ -53,7 +54,9 @@ class Costs:
     loss_us: float
     workspace_bytes: int  # of a layer's backward, above what it has stored
     block_workspace_bytes: int
-    loss_bytes: int
+    loss_bytes: int  # with the last norm's input and output
+    ends_us: float  # embedding and last norm, forward and backward
+    ends_bytes: int
 
     @classmethod
     def read(cls, tables: Mapping[str, Sequence[Mapping[str, Any]]], batch: int, sequence: int, layers: int = 36) -> Costs:
@@ -73,13 +76,21 @@ class Costs:
         made = {name: (int(tensors[name]["stored_bytes"]), tensors[name]["ps_per_byte"] * tensors[name]["stored_bytes"] / 1e6)
                 for name in TENSORS}  # fmt: skip
         stored = sum(size for size, _ in made.values()) + int(tensors["attention"]["stored_bytes"])
+        boundary = int(tensors["ln1"]["stored_bytes"])
         return cls(
-            layers=layers, input_bytes=int(tensors["ln1"]["stored_bytes"]),
+            layers=layers, input_bytes=boundary,
             attention_bytes=int(tensors["attention"]["stored_bytes"]), tensors=made,
             layer_us=parts["layer"]["median_us"], block_us=parts["block"]["median_us"], loss_us=parts["loss"]["median_us"],
-            workspace_bytes=max(0, int(parts["layer"]["peak_bytes"]) - stored),
-            block_workspace_bytes=int(parts["block"]["peak_bytes"]), loss_bytes=int(parts["loss"]["peak_bytes"]),
+            workspace_bytes=max(0, int(parts["layer"]["peak_bytes"]) - stored) + boundary,
+            block_workspace_bytes=int(parts["block"]["peak_bytes"]) + boundary,
+            loss_bytes=int(parts["loss"]["peak_bytes"]) + 2 * boundary,
+            ends_us=parts["ends"]["median_us"], ends_bytes=int(parts["ends"]["peak_bytes"]) + boundary,
         )  # fmt: skip
+
+    @property
+    def everything_us(self) -> float:
+        """Forward and backward with everything stored."""
+        return self.layers * self.layer_us + self.loss_us + self.ends_us
 
 
 @dataclass(frozen=True)
@@ -130,8 +141,8 @@ def predict(costs: Costs, chosen: Sequence[Option]) -> Plan:
     for option in chosen:
         stored += option.stored
         peak = max(peak, stored + option.workspace)
-    peak = max(peak, stored + costs.loss_bytes)
-    time = len(chosen) * costs.layer_us + costs.loss_us + sum(o.extra_us for o in chosen)
+    peak = max(peak, stored + costs.loss_bytes, costs.ends_bytes)
+    time = costs.everything_us + sum(o.extra_us for o in chosen)
     return Plan(tuple(chosen), peak, time)
 
 
@@ -161,7 +172,7 @@ def plan(costs: Costs, budget_bytes: int) -> Plan:
             taken[i, step:most][better] = j
         time = after
     most = min(len(time), (budget_bytes - costs.loss_bytes) // unit + 1)
-    if most <= 0 or not time[:most].isfinite().any():
+    if budget_bytes < costs.ends_bytes or most <= 0 or not time[:most].isfinite().any():
         least = predict(costs, [min(choices, key=lambda o: (o.stored + o.workspace, o.stored))] * costs.layers)
         raise PlanError(
             f"nothing fits {budget_bytes / GIB:.2f} GiB of activations; the smallest configuration, {least.policies[0].name} in"
@@ -180,17 +191,22 @@ def plan(costs: Costs, budget_bytes: int) -> Plan:
 
 
 def lines(policies: Sequence[Policy]) -> str:
-    """The code that applies these policies to a patched model."""
+    """The code of one micro-step of ``model`` on ``ids`` and ``labels`` under these policies."""
     runs = [(p, len(list(group))) for p, group in itertools.groupby(policies)]
     names = sorted({type(p).__name__ for p in policies})
     parts = []
     for policy, count in runs:
         made = f"Keep({policy.tensors!r})" if isinstance(policy, Keep) else f"{type(policy).__name__}()"
         parts.append(f"[{made}] * {count}")
-    return (
-        f"from snippets.checkpointing.policies import {', '.join(names)}, apply\nfrom snippets.kernels import patch\n\n"
-        "patch(model)\napplied = apply(model, " + " + ".join(parts) + ")"
-    )
+    return f"""from snippets.checkpointing.accumulate import accumulate
+from snippets.checkpointing.chunked_loss import loss_and_backward
+from snippets.checkpointing.policies import {', '.join(names)}, apply
+from snippets.kernels import patch
+
+patch(model)
+accumulate(model)
+apply(model, {' + '.join(parts)})
+loss = loss_and_backward(model, ids, labels)"""
 
 
 def tables(path: Path | None, batch: int, sequence: int) -> tuple[Mapping[str, Any], str]:
@@ -234,13 +250,12 @@ def main(arguments: list[str] | None = None) -> int:
     except PlanError as error:
         print(f"plan: {error}", file=sys.stderr)
         return 1
-    everything = costs.layers * costs.layer_us + costs.loss_us
     print(f"{args.batch}×{args.seq}, {args.layers} layers, at most {args.budget_gib:g} GiB of activations; costs: {source}\n")
     for policy, group in itertools.groupby(best.policies):
         print(f"  {len(list(group)):3} layers  {policy.name}")
     print(
         f"\npredicted peak {best.peak_bytes / GIB:.2f} GiB above weights and gradients\n"
-        f"predicted time {best.step_us / 1e3:.1f} ms forward and backward, {best.step_us / everything - 1:+.1%} of storing everything\n"
+        f"predicted time {best.step_us / 1e3:.1f} ms forward and backward, {best.step_us / costs.everything_us - 1:+.1%} of storing everything\n"
     )
     print(lines(best.policies))
     return 0
