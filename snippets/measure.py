@@ -163,6 +163,7 @@ def side_by_side(
     prepare: Mapping[str, Callable[[int], Any]] | None = None,
     rounds: int = 40,
     warmup: int = 8,
+    spin_cycles: int = SPIN_CYCLES,
 ) -> dict[str, dict[str, float]]:
     """Time competitors in one process, one call each per round, in rotating order.
 
@@ -171,6 +172,7 @@ def side_by_side(
         prepare: name → untimed function called before each call with the same number.
         rounds: timed calls per candidate, at least 5.
         warmup: untimed calls per candidate before the first round.
+        spin_cycles: length of the spin; more where one call takes the host longer to launch.
 
     Returns:
         name → ``{"median_us", "p20_us", "p80_us"}`` (µs; 20th and 80th percentiles).
@@ -194,7 +196,7 @@ def side_by_side(
             if cuda:
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 flush.zero_()
-                torch.cuda._sleep(SPIN_CYCLES)
+                torch.cuda._sleep(spin_cycles)
                 start.record()
                 fn(r)
                 end.record()

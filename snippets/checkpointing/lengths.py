@@ -1,0 +1,45 @@
+"""The comparison of ``pareto`` at 2×4096 and 1×16384, with the recipes that matter there.
+
+    python -m snippets.checkpointing.lengths            # a CUDA GPU with 130 GiB, about 7 minutes
+    python -m snippets.checkpointing.lengths --smoke
+"""
+
+from __future__ import annotations
+
+from snippets.checkpointing import pareto
+from snippets.measure import Tables, cli
+
+EXPERIMENT = {
+    "title": "2×4096 与 1×16384 的显存与时间",
+    "needs": "cuda",
+    "memory_gib": 130,
+    "minutes": 7,
+    "full": {
+        "size": "8b", "layers": 36, "shapes": [[2, 4096], [1, 16384]], "steps": 3, "cost_rounds": 10,
+        "recipes": [
+            "hf none", "hf full", "hf selective", "liger none", "liger full", "ours none", "ours full", "ours keep", "ours plan 17",
+        ],
+        "compiled": [],
+    },
+    "smoke": {
+        "size": "tiny", "layers": 2, "shapes": [[1, 8]], "steps": 2, "cost_rounds": 5, "recipes": ["hf none", "ours keep"], "compiled": [],
+    },
+    "tables": {
+        "runs": {
+            "batch": "1", "sequence": "1", "recipe": "", "family": "", "kernels": "", "median_ms": "ms", "p20_ms": "ms", "p80_ms": "ms",
+            "activation_gib": "GiB", "time_ratio": "1", "memory_ratio": "1", "fits_80gb": "", "predicted_ms": "ms", "predicted_gib": "GiB",
+            "stores": "", "loss": "1", "failed": "",
+        },
+        "visits": {"batch": "1", "sequence": "1", "recipe": "", "visit": "1", "median_ms": "ms"},
+        "fixed": {"part": "", "gib": "GiB"},
+    },
+}  # fmt: skip
+
+
+def measure(**settings) -> Tables:
+    """Settings and tables are those of ``pareto.measure``."""
+    return pareto.measure(**settings)
+
+
+if __name__ == "__main__":
+    cli(EXPERIMENT, measure)

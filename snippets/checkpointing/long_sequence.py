@@ -1,0 +1,45 @@
+"""The comparison of ``pareto`` at 1×32768: attention is most of what a full checkpoint runs twice.
+
+    python -m snippets.checkpointing.long_sequence            # a CUDA GPU with 130 GiB, about 8 minutes
+    python -m snippets.checkpointing.long_sequence --smoke
+"""
+
+from __future__ import annotations
+
+from snippets.checkpointing import pareto
+from snippets.measure import Tables, cli
+
+EXPERIMENT = {
+    "title": "1×32768 的显存与时间",
+    "needs": "cuda",
+    "memory_gib": 130,
+    "minutes": 8,
+    "full": {
+        "size": "8b", "layers": 36, "shapes": [[1, 32768]], "steps": 3, "cost_rounds": 5,
+        "recipes": [
+            "hf full", "liger full", "ours full", "ours keep", "ours plan 17", "ours plan 100",
+        ],
+        "compiled": [],
+    },
+    "smoke": {
+        "size": "tiny", "layers": 2, "shapes": [[1, 8]], "steps": 2, "cost_rounds": 5, "recipes": ["hf none", "ours keep"], "compiled": [],
+    },
+    "tables": {
+        "runs": {
+            "batch": "1", "sequence": "1", "recipe": "", "family": "", "kernels": "", "median_ms": "ms", "p20_ms": "ms", "p80_ms": "ms",
+            "activation_gib": "GiB", "time_ratio": "1", "memory_ratio": "1", "fits_80gb": "", "predicted_ms": "ms", "predicted_gib": "GiB",
+            "stores": "", "loss": "1", "failed": "",
+        },
+        "visits": {"batch": "1", "sequence": "1", "recipe": "", "visit": "1", "median_ms": "ms"},
+        "fixed": {"part": "", "gib": "GiB"},
+    },
+}  # fmt: skip
+
+
+def measure(**settings) -> Tables:
+    """Settings and tables are those of ``pareto.measure``."""
+    return pareto.measure(**settings)
+
+
+if __name__ == "__main__":
+    cli(EXPERIMENT, measure)
