@@ -32,6 +32,9 @@ EXPERIMENT = {
     },
     # What the outcome depends on: every file with a test marked gpu, and what they share.
     "data": [
+        "tests/checkpointing/test_chunked_loss.py",
+        "tests/checkpointing/test_pitfalls.py",
+        "tests/checkpointing/test_recipes.py",
         "tests/kernels/test_cross_entropy.py",
         "tests/kernels/test_patch.py",
         "tests/kernels/test_rms_norm.py",

@@ -34,7 +34,7 @@ import subprocess
 import sys
 import time
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -136,6 +136,23 @@ def seeded(seed: int) -> None:
 
         numpy.random.seed(seed)
     torch.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def deterministic(on: bool = True) -> Iterator[None]:
+    """Run the body with or without torch's deterministic algorithms; an operator that has none only warns.
+
+    Flash attention's backward, for one, otherwise adds dq in the order of arrival. cuBLAS also needs
+    ``CUBLAS_WORKSPACE_CONFIG=:4096:8`` in the environment before CUDA starts.
+    """
+    import torch
+
+    before, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(on, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn)
 
 
 def progress(text: str, done: int | None = None, total: int | None = None) -> None:

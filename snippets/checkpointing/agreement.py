@@ -11,16 +11,14 @@ itself too; that repetition is the control, and a recipe may differ by no more. 
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from snippets.checkpointing.pareto import batches_of, prepare
 from snippets.checkpointing.recipes import clean, fixed_bytes, recipe
-from snippets.measure import Tables, cli, progress
+from snippets.measure import Tables, cli, deterministic, progress
 
 EXPERIMENT = {
     "title": "checkpoint 前后的梯度是否逐位相同",
@@ -48,17 +46,6 @@ EXPERIMENT = {
 }  # fmt: skip
 
 SLACK = 1.5  # of Gate 2: how far an rms may exceed the control's where nothing is deterministic
-
-
-@contextlib.contextmanager
-def deterministic(on: bool) -> Iterator[None]:
-    """Run the body with or without torch's deterministic algorithms; what has none only warns."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(on, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def gradients(model: torch.nn.Module, name: str, ids: torch.Tensor) -> torch.Tensor:

@@ -195,7 +195,6 @@ def executions() -> Iterator[dict[str, int]]:
         yield counts
 
 
-
 def everything(context: Any, op: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
     """A rule for ``ByRule``: save whatever is seen."""
     # Triton's CPU interpreter launches by copying storages, with operators that a GPU run doesn't have. They have to run.
@@ -221,17 +220,6 @@ def setting(model: torch.nn.Module, name: str) -> Iterator[None]:
     seen, policy = SETTINGS[name]
     with visible(model) if seen else contextlib.nullcontext(), apply(model, policy):
         yield
-
-
-@contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    """PyTorch's deterministic algorithms: flash attention's backward otherwise adds dq in the order of arrival."""
-    before, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn)
 
 
 def measure(*, size: str, layers: int, batch: int, sequence: int, rounds: int) -> measure_module.Tables:
@@ -273,7 +261,7 @@ def measure(*, size: str, layers: int, batch: int, sequence: int, rounds: int) -
 
     def gradients() -> dict[str, Tensor]:
         clear()
-        with deterministic():
+        with measure_module.deterministic():
             step()
         return {name: leaf.grad for name, leaf in leaves.items()}
 
