@@ -27,8 +27,8 @@ EXPERIMENT = {
     "tables": {
         "runs": {
             "batch": "1", "sequence": "1", "recipe": "", "family": "", "kernels": "", "median_ms": "ms", "p20_ms": "ms", "p80_ms": "ms",
-            "activation_gib": "GiB", "time_ratio": "1", "memory_ratio": "1", "fits_80gb": "", "predicted_ms": "ms", "predicted_gib": "GiB",
-            "stores": "", "loss": "1", "failed": "",
+            "activation_gib": "GiB", "time_ratio": "1", "memory_ratio": "1", "fits_80gb": "", "dominated_by": "", "predicted_ms": "ms", "predicted_gib": "GiB",
+            "ms_error": "1", "gib_error": "1", "stores": "", "loss": "1", "failed": "",
         },
         "visits": {"batch": "1", "sequence": "1", "recipe": "", "visit": "1", "median_ms": "ms"},
         "fixed": {"part": "", "gib": "GiB"},

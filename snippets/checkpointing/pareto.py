@@ -46,8 +46,8 @@ EXPERIMENT = {
     "tables": {
         "runs": {
             "batch": "1", "sequence": "1", "recipe": "", "family": "", "kernels": "", "median_ms": "ms", "p20_ms": "ms", "p80_ms": "ms",
-            "activation_gib": "GiB", "time_ratio": "1", "memory_ratio": "1", "fits_80gb": "", "predicted_ms": "ms", "predicted_gib": "GiB",
-            "stores": "", "loss": "1", "failed": "",
+            "activation_gib": "GiB", "time_ratio": "1", "memory_ratio": "1", "fits_80gb": "", "dominated_by": "", "predicted_ms": "ms", "predicted_gib": "GiB",
+            "ms_error": "1", "gib_error": "1", "stores": "", "loss": "1", "failed": "",
         },
         "visits": {"batch": "1", "sequence": "1", "recipe": "", "visit": "1", "median_ms": "ms"},
         "fixed": {"part": "", "gib": "GiB"},
@@ -104,7 +104,14 @@ def compare(
     for r in rows:
         r["time_ratio"] = r["median_ms"] / base["median_ms"] if base and r["median_ms"] else None
         r["memory_ratio"] = r["activation_gib"] / base["activation_gib"] if base and base["activation_gib"] and r["activation_gib"] else None
+        r["dominated_by"] = ", ".join(o["recipe"] for o in rows if _dominates(o, r))
     return rows, visits
+
+
+def _dominates(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Whether ``a``, with other kernels, is both faster and smaller than ``b``; eager recipes against eager and compiled ones."""
+    rivals = a["kernels"] != b["kernels"] and (a["family"] == "graph") == (b["family"] == "graph")
+    return rivals and all(a[k] is not None and b[k] is not None and a[k] < b[k] for k in ("median_ms", "activation_gib"))
 
 
 def _kernels(name: str) -> str:
@@ -114,17 +121,20 @@ def _kernels(name: str) -> str:
 def _summary(visits: list[Any], fixed_gib: float) -> dict[str, Any]:
     failed = next((v["failed"] for v in visits if "failed" in v), "")
     if failed:
-        none = dict.fromkeys(("median_ms", "p20_ms", "p80_ms", "activation_gib", "predicted_ms", "predicted_gib", "loss"))
+        none = dict.fromkeys(("median_ms", "p20_ms", "p80_ms", "activation_gib", "predicted_ms", "predicted_gib", "ms_error", "gib_error", "loss"))
         return none | {"fits_80gb": False, "stores": "", "failed": failed}
     samples = [s / 1e3 for v in visits for s in v["samples_us"]]
     cuts = statistics.quantiles(samples, n=10, method="inclusive")
     peaks = [v["peak_bytes"] for v in visits if v["peak_bytes"] is not None]
     gib = max(peaks) / GIB if peaks else None
-    ready = visits[0]["ready"]
+    ready, median = visits[0]["ready"], statistics.median(samples)
+    predicted_ms = ready.predicted_us / 1e3 if ready.predicted_us else None
+    predicted_gib = ready.predicted_bytes / GIB if ready.predicted_bytes else None
     return {
-        "median_ms": statistics.median(samples), "p20_ms": cuts[1], "p80_ms": cuts[7], "activation_gib": gib,
+        "median_ms": median, "p20_ms": cuts[1], "p80_ms": cuts[7], "activation_gib": gib,
         "fits_80gb": gib is not None and 4 * fixed_gib + gib <= CARD_GIB,
-        "predicted_ms": ready.predicted_us and ready.predicted_us / 1e3, "predicted_gib": ready.predicted_bytes and ready.predicted_bytes / GIB,
+        "predicted_ms": predicted_ms, "predicted_gib": predicted_gib, "ms_error": predicted_ms and predicted_ms / median - 1,
+        "gib_error": predicted_gib / gib - 1 if predicted_gib and gib else None,
         "stores": stores(ready.policies), "loss": visits[0]["loss"], "failed": "",
     }  # fmt: skip
 
@@ -152,8 +162,9 @@ def measure(*, size: str, layers: int, shapes: list[list[int]], steps: int, cost
 
     Returns:
         ``runs``: per recipe the step time, the peak above weights and gradients, both against "hf none", whether it fits
-        a card of 80 GB beside weights, gradients and AdamW's two moments in bf16, and the planner's prediction
-        where it chose. ``visits``: the median of each visit, to show drift. ``fixed``: the bytes that everybody has.
+        a card of 80 GB beside weights, gradients and AdamW's two moments in bf16, which recipe with other
+        kernels beats it in both, and the planner's prediction and its relative error where it chose. ``visits``: the
+        median of each visit, to show drift. ``fixed``: the bytes that everybody has.
     """
     model = prepare(size, layers)
     tables: Tables = {"runs": [], "visits": []}
