@@ -3,6 +3,7 @@
 A name is ``kernels policy``, and ``under graph`` or ``compiled BUDGET ESTIMATOR`` where it doesn't run eagerly:
 
     hf none, hf full, hf every2, hf offload      transformers' own API: gradient_checkpointing_enable(...)
+    hf attention, hf mlp                         that half of each layer as a block
     hf selective                                 what torchtitan's selective mode stores (commit b5bcd76)
     liger none, liger full, ...                  the same with Liger's kernels and its fused linear cross-entropy
     compiled 0.3 flops                           torch.compile of each layer under an activation_memory_budget, with
@@ -99,8 +100,8 @@ def _backward(model: torch.nn.Module, ids: Tensor) -> Tensor:
 def _public(model: torch.nn.Module, policy: str) -> Iterator[None]:
     if policy == "none":
         yield
-    elif policy == "selective":
-        with policies.apply(model, TORCHTITAN):
+    elif policy in ("selective", "attention", "mlp"):
+        with policies.apply(model, TORCHTITAN if policy == "selective" else policies.SubBlock(policy)):
             yield
     elif policy in ("full", "offload") or policy.startswith("every"):
         n = int(policy.removeprefix("every")) if policy.startswith("every") else 1
@@ -111,7 +112,7 @@ def _public(model: torch.nn.Module, policy: str) -> Iterator[None]:
             model.gradient_checkpointing_disable()
             model.disable_input_require_grads()  # the former leaves this hook on the embedding
     else:
-        raise ValueError(f"no policy {policy!r}: known are none, full, everyN, offload, selective")
+        raise ValueError(f"no policy {policy!r}: known are none, full, everyN, offload, attention, mlp, selective")
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from snippets.checkpointing.plan import Costs
 from snippets.measure import check_tables
 
 IDS = torch.randint(0, 512, (2, 16), generator=torch.Generator().manual_seed(0))
-NAMES = ["hf none", "hf full", "hf every2", "hf selective", "ours none", "ours full", "ours keep", "ours keep q+gate", "ours plan 1"]
+NAMES = ["hf none", "hf full", "hf every2", "hf attention", "hf mlp", "hf selective", "ours none", "ours full", "ours keep", "ours keep q+gate", "ours plan 1"]
 
 
 def state(model):

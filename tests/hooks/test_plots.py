@@ -10,7 +10,7 @@ from urllib.parse import unquote
 import pytest
 
 import hooks
-from hooks import plots
+from hooks import plots, render
 from hooks.render import RenderError
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -160,6 +160,114 @@ def test_too_many_series_are_refused():
     rows = [{"x": 1, "y": 1, "c": str(i)} for i in range(8)]
     with pytest.raises(RenderError, match="8 series"):
         plots.figure(rows, uid="u", x="x", y="y", color="c")
+
+
+# (kernel, recipe, GiB, ms): crowded at the lower left, as such plots are.
+PARETO = [
+    ("HF", "不开", 38.2, 742), ("HF", "整层 full", 6.1, 968), ("HF", "selective", 14.5, 850), ("HF", "每 2 层", 21.0, 860),
+    ("HF", "offload", 5.4, 1420), ("Liger", "不开", 27.5, 690), ("Liger", "整层 full", 5.2, 905), ("Liger", "每 2 层", 16.2, 797),
+    ("Liger", "selective", 11.9, 790), ("本文", "ours 不开", 19.8, 655), ("本文", "ours 9 GiB", 9.1, 668), ("本文", "ours 6 GiB", 6.2, 690),
+    ("本文", "ours 4 GiB", 4.3, 735), ("本文", "ours 2.8 GiB", 2.9, 840), ("本文", "ours 12 GiB", 12.1, 660),
+]  # fmt: skip
+
+
+def pareto(**changes):
+    rows = [{"who": w, "name": n, "gib": g, "ms": m, "front": w == "本文"} for w, n, g, m in PARETO]
+    base = {"kind": "point", "x": "gib", "y": "ms", "color": "who", "text": "name", "joined": "front", "labels": {"front": "前沿"}}
+    return plots.figure(changes.pop("rows", rows), uid="u", **(base | changes))
+
+
+def at(element):
+    return tuple(map(float, re.match(r"translate\(([-\d.]+),([-\d.]+)\)", element.get("transform")).groups()))
+
+
+def texts_and_points(html):
+    """The texts at points as (words, box), and the points' places, as they are drawn."""
+    svg, texts = image(html), []
+    for e in svg.iter(f"{SVG}text"):
+        if e.get("stroke"):  # its halo; other texts have none
+            (x, y), words = at(e), "".join(e.itertext())
+            wide = 6 * render.width(words)  # at 12 px
+            left = x - wide * {"start": 0, "middle": 0.5, "end": 1}[e.get("text-anchor")]
+            texts.append((words, (left, y - 10, left + wide, y + 2)))  # y is the baseline
+    return texts, [at(e) for e in svg.iter(f"{SVG}path") if e.find(f"{SVG}title") is not None]
+
+
+@pytest.mark.parametrize("options", [{}, {"log": "x"}, {"log": "xy"}, {"zero": True}, {"rules": [{"x": 24, "label": "24 GB 卡"}]}, {"height": 360}])
+def test_texts_at_points_overlap_neither_each_other_nor_points_and_stay_inside(options):
+    texts, points = texts_and_points(pareto(**options))
+    assert sorted(t for t, _ in texts) == sorted(n for _, n, _, _ in PARETO) and len(points) == len(PARETO)
+    for i, (words, box) in enumerate(texts):
+        assert not [t for t, b in texts[:i] if plots._overlap(box, b)], words
+        assert not [p for p in points if plots._overlap(box, (p[0] - 4, p[1] - 4, p[0] + 4, p[1] + 4))], words
+        assert box[0] >= -1 and box[1] >= -1 and box[2] <= plots.WIDTH + 1 and box[3] <= options.get("height", plots.HEIGHT) + 1, words
+    # Texts are drawn in the order of the rows, so each belongs to the point of the same number.
+    for (words, box), (x, y) in zip(texts, points, strict=True):
+        away = max(box[0] - x, x - box[2], 0) + max(box[1] - y, y - box[3], 0)
+        assert away < 80, words
+
+
+def test_a_text_takes_the_free_side():
+    def side(*spots, taken=()):
+        return plots.place(spots, taken, 440, 280)[0]
+
+    assert side((200, 140, "ours")) == plots.SIDES[0] == (9, 0, "left")
+    assert side((430, 140, "ours"))[2] == "right"
+    assert side((200, 140, "ours"), (226, 140, ""), (174, 140, ""))[:2] == (0, -15)  # points without text are in the way
+    assert side((200, 140, "ours"), taken=[(150, 100, 250, 150)])[1] > 0
+    far = side((200, 140, "ours"), taken=[(160, 120, 240, 160)])
+    assert max(abs(far[0]), abs(far[1])) >= plots.FAR
+    assert plots.place([], (), 440, 280) == []
+
+
+def test_a_text_that_stands_away_from_its_point_is_led_to():
+    rows = [{"who": "a", "name": f"recipe {i}", "gib": 5.0 + i / 100, "ms": 700.0 + i, "front": False} for i in range(9)]
+    rows += [{"who": "a", "name": None, "gib": g, "ms": m, "front": False} for g, m in ((1, 500), (20, 1500))]
+    leads = [e for e in image(pareto(rows=rows)).iter(f"{SVG}line") if e.get("stroke") == "var(--hf-line)"]
+    assert leads and not [e for e in image(pareto(rows=rows[8:])).iter(f"{SVG}line") if e.get("stroke") == "var(--hf-line)"]
+
+
+def test_empty_texts_write_nothing_and_hover_and_csv_stay():
+    rows = [{"who": "a", "name": n, "gib": float(i), "ms": 2.0 * i, "front": None} for i, n in enumerate(("x & <y>", "", None), 1)]
+    html = pareto(rows=rows)
+    texts, points = texts_and_points(html)
+    assert [t for t, _ in texts] == ["x & <y>"] and len(points) == 3
+    assert "<title>a · gib 1 · ms 2</title>" in html
+    text = unquote(re.search(r'href="data:text/csv;charset=utf-8,([^"]*)"', html).group(1))
+    assert text.lstrip("\ufeff").splitlines()[:2] == ["who,name,gib,ms,front", "a,x & <y>,1,2,"] and "hf-results" in html
+
+
+def test_joined_rows_are_connected_by_series_in_the_order_of_x_below_the_points():
+    rows = [{"who": w, "name": "", "gib": g, "ms": 1000 / g + (w == "b"), "front": f} for w in "ab" for g, f in ((4.0, True), (1.0, True), (3.0, False), (2.0, True))]
+    html = pareto(rows=rows)
+    paths = list(image(html).iter(f"{SVG}path"))
+    lines = [p for p in paths if p.get("stroke-width") == "1"]
+    assert [p.get("stroke") for p in lines] == ["var(--hf-compute-stroke)", "var(--hf-fail-stroke)"]
+    for line in lines:
+        along = [float(x) for x in re.findall(r"[ML]([-\d.]+)", line.get("d"))]
+        assert len(along) == 3 and along == sorted(along)
+    assert paths.index(lines[-1]) < min(i for i, p in enumerate(paths) if p.find(f"{SVG}title") is not None)
+    assert "细线：前沿" in html and "细线" not in pareto(rows=rows, joined=None)
+    # Without texts the axes are as ever.
+    assert len(list(image(pareto(rows=rows, text=None)).iter(f"{SVG}path"))) == len(paths)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"text": "label"}, "text='label' is no column; there are: who, name, gib, ms, front"),
+        ({"joined": "frnt"}, "joined='frnt' is no column"),
+        ({"kind": "line"}, 'are for kind="point", not \'line\''),
+        ({"kind": "bar", "x": "ms", "y": "name", "text": None}, 'are for kind="point"'),
+        ({"joined": "gib"}, "joined='gib' must hold true or false but holds 38.2"),
+        ({"x": "name"}, "'name' must hold numbers too but holds '不开'"),
+        ({"log": "x", "rules": [{"x": 0}]}, "no place on a log axis"),
+    ],
+)
+def test_mistakes_with_texts_and_joined_points_name_the_remedy(changes, says):
+    with pytest.raises(RenderError) as caught:
+        pareto(**changes)
+    assert says in str(caught.value)
 
 
 def test_none_breaks_the_line_and_draws_no_point():

@@ -1,9 +1,12 @@
 """hooks/show.py: the functions that the pages call."""
 
 import re
+from html import unescape
 
+import markdown
 import pytest
 from fake_results import SPEED, project, record
+from pymdownx.superfences import fence_code_format
 
 import hooks
 from hooks import experiments, inline, records, reproduce, show
@@ -50,6 +53,7 @@ def test_links_follow_the_page():
         lambda e: e.table("speed"),
         lambda e: e.plot("speed", x="rows", y="gbps", color="impl"),
         lambda e: e.output("log", column="text"),
+        lambda e: e.diagram(lambda r: 1 / 0),
         lambda e: e.show(show.table(e.rows("speed"), {"kernel": "算子"})),
         lambda e: e.show(lambda r: 1 / 0),
     ],
@@ -93,6 +97,66 @@ def test_ids_begin_with_the_id_of_the_markdown_exec_block():
     assert 'id="kernels-speed-' in out[0]
 
 
+def sequence(r):
+    first = r.rows("speed")[0]
+    return f"""
+        sequenceDiagram
+            accTitle: 一步的时间线
+            accDescr: 主机先行，GPU 用 {show.format_value(first["ratio"], ".2f")} s
+            H->>G: launch {first["kernel"]} & <go>
+
+            G-->>H: {first["gbps"]:.0f}
+        """
+
+
+def test_a_diagram_is_the_element_of_a_fence_with_provenance_under_it():
+    html = bench(record()).diagram(sequence)
+    drawn, below = html.split("</pre>")
+    assert "hf-prov" in below and "python -m snippets.kernels.bench" in below
+    source = unescape(re.fullmatch(r'<pre class="mermaid" data-search-exclude><code>(.*)</code>', drawn, re.DOTALL)[1])
+    assert source.startswith("sequenceDiagram\n    accTitle: ") and "用 0.94 s" in source and source.endswith("\n\n    G-->>H: 3911")
+    # What Material and diagrams.js get to see is what they get from a fence.
+    fence = {"name": "mermaid", "class": "mermaid", "format": fence_code_format}
+    fenced = markdown.markdown(f"```mermaid\n{source}\n```", extensions=["pymdownx.superfences"],
+                               extension_configs={"pymdownx.superfences": {"custom_fences": [fence]}})  # fmt: skip
+    assert unescape(html.split("</pre>")[0]).replace(" data-search-exclude", "") + "</pre>" == unescape(fenced)
+    assert "\n\n" not in html and "<go>" not in html
+
+
+def test_a_diagram_is_drawn_per_device_and_is_the_box_without_a_record():
+    assert bench(record(), record(**H100)).diagram(sequence).count('<pre class="mermaid"') == 2
+    html = bench().diagram(sequence)
+    assert "未测量" in html and "mermaid" not in html
+
+
+def test_search_does_not_find_a_diagram_s_source():
+    from material.plugins.search.plugin import Parser
+
+    parser = Parser()
+    parser.feed(f'<h1 id="a">A</h1><p>前文</p>{bench(record()).diagram(sequence)}<p>后文</p>')
+    parser.close()
+    text = "".join("".join(section.text) for section in parser.data)
+    assert "前文" in text and "后文" in text and "accTitle" not in text and "launch" not in text
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        (None, "diagram() got None; return the Mermaid source as text"),
+        ("", "begins with ''; begin it with one of: "),
+        ("sequence\naccTitle: a\naccDescr: b", "begins with 'sequence'"),
+        ("timeline\naccTitle: a\naccDescr: b", "begins with 'timeline'"),  # Mermaid ignores its accTitle
+        ("flowchart LR\n  accDescr: b\n  A --> B", 'no accTitle; write the line "accTitle: ..."'),
+        ("flowchart LR\n  accTitle:\n  accDescr: b", "no accTitle"),
+        ("flowchart LR\n  accTitle: a\n  A[accDescr: b]", "no accDescr"),
+    ],
+)
+def test_a_diagram_that_the_site_could_not_show_to_everyone_is_an_error(source, says):
+    with pytest.raises(show.ShowError) as caught:
+        bench(record()).diagram(lambda r: source)
+    assert says in str(caught.value) and "kernels.bench" in str(caught.value)
+
+
 def test_reshaped_rows_are_shown_per_device():
     e = bench(record(), record(**H100))
     html = e.show(lambda r: show.table([{"n": len(r.rows("speed")), "d": r.device}], {"n": "行数", "d": "设备"}))
@@ -115,6 +179,8 @@ def test_output_is_preformatted_and_inert():
         (lambda e: e.table("speed", best_by="shape"), "no column 'shape'"),
         (lambda e: e.plot("speed", x="rows", y="bw"), "no column 'bw'"),
         (lambda e: e.plot("speed", x="rows", y="gbps", color="c"), "no column 'c'"),
+        (lambda e: e.plot("speed", x="rows", y="gbps", kind="point", text="t"), "no column 't'"),
+        (lambda e: e.plot("speed", x="rows", y="gbps", kind="point", joined="j"), "no column 'j'"),
         (lambda e: e.output("log", column="txt"), "no column 'txt'; there are: text"),
     ],
 )
