@@ -108,6 +108,7 @@ class View:
         return whole.as_strided(self.size, self.stride, whole.storage_offset() + self.offset)
 
 
+# --8<-- [start:frame]
 class Frame:
     """One forward of one layer: its nodes by storage. It is dropped at the layer's end; the notes hold what they need."""
 
@@ -162,6 +163,7 @@ def unpack(packed: Tensor | View) -> Tensor:
     if node.waiting <= 0:  # with retain_graph=True it may be asked for again: then it is made again
         node.value = None
     return tensor
+# --8<-- [end:frame]
 
 
 def _increment(count: dict[str, int], name: str) -> None:
