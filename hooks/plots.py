@@ -21,7 +21,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from html import escape, unescape
 from typing import Any
@@ -43,6 +43,18 @@ TABLE_ROWS = 40  # more rows than this are not repeated as a table
 CSV_BYTES = 32_000  # a larger CSV would outweigh the page; then it holds the drawn points
 CSV_ROWS = 2000  # more rows than this exceed CSV_BYTES for certain, so they are not even written out
 WIDTH = 440  # px of the plotting area; the page scales the drawing (results.css), so this sets the size of its text
+HEIGHT = 280  # px, of lines and points
+# Where a point's text may stand, best first: offset of its anchor from the point in px, and alignment.
+# From FAR on a thin line leads to it.
+SIDES = (
+    (9, 0, "left"), (-9, 0, "right"), (0, -15, "center"), (0, 15, "center"),
+    (7, -11, "left"), (7, 11, "left"), (-7, -11, "right"), (-7, 11, "right"),
+    *(
+        (right * dx, down * dy, "left" if right > 0 else "right")
+        for dx, dy in ((14, 24), (28, 14), (28, 28), (14, 40), (44, 28), (28, 48)) for right in (1, -1) for down in (-1, 1)
+    ),
+)  # fmt: skip
+FAR = 20  # px
 
 
 # ----------------------------------------------------------------------------------- data
@@ -91,6 +103,122 @@ def _series(rows: Sequence[Row], color: str | None) -> dict[str, list[Row]]:
     return out
 
 
+# -------------------------------------------------------------------------- text at points
+
+Box = tuple[float, float, float, float]  # left, top, right, bottom in px
+Side = tuple[float, float, str]  # one of SIDES
+
+
+def _overlap(a: Box, b: Box) -> float:
+    if a[0] >= b[2] or b[0] >= a[2] or a[1] >= b[3] or b[1] >= a[3]:  # nearly always
+        return 0.0
+    return (min(a[2], b[2]) - max(a[0], b[0])) * (min(a[3], b[3]) - max(a[1], b[1]))
+
+
+def _beads(a: tuple[float, float], b: tuple[float, float]) -> list[Box]:
+    """A straight line as small boxes along it."""
+    n = 1 + int(math.dist(a, b) / 5)
+    along = [(a[0] + (b[0] - a[0]) * i / n, a[1] + (b[1] - a[1]) * i / n) for i in range(n + 1)]
+    return [(x - 3, y - 3, x + 3, y + 3) for x, y in along]
+
+
+def wide(text: str) -> float:
+    """About the width in px of a text at 12 px, a little more in most fonts."""
+    return 6.3 * render.width(text)
+
+
+def place(spots: Sequence[tuple[float, float, str]], taken: Sequence[Box], width: float, height: float) -> list[Side]:
+    """Where the texts of points go: per spot an offset and alignment out of ``SIDES``.
+
+    One after the other takes the side where it covers least, then again given what the others took;
+    of several orders the best counts. A far text counts with the line that leads to it. Nothing is
+    dropped: where there is no room, texts overlap as little as was found.
+
+    Args:
+        spots: (x, y, text) of every point in px; "" is a point without text, which is still in the way.
+        taken: what else is better not covered, such as lines.
+        width, height: of the plotting area, which no text leaves.
+    """
+
+    def boxes(i: int, side: Side) -> list[Box]:
+        (x, y, text), (dx, dy, align) = spots[i], side
+        left = x + dx - wide(text) * {"left": 0, "center": 0.5, "right": 1}[align]
+        lead = _beads((x, y), (x + dx, y + dy))[1:-1] if math.hypot(dx, dy) > FAR else []
+        return [(left, y + dy - 7, left + wide(text), y + dy + 7), *lead]
+
+    def covered(these: Sequence[Box], those: Sequence[Box]) -> float:
+        return sum(_overlap(a, b) for a in these for b in those)
+
+    near, marks = ([(x - r, y - r, x + r, y + r) for x, y, _ in spots] for r in (14, 8))
+    texts = [i for i, spot in enumerate(spots) if spot[2]]
+    options: dict[int, list[tuple[float, Side, list[Box]]]] = {}  # cost, whatever the other texts do; cheapest first
+    for i in texts:
+        options[i] = []
+        for rank, side in enumerate(SIDES):
+            own = boxes(i, side)
+            outside = 14 * wide(spots[i][2]) - _overlap(own[0], (0, 0, width, height))
+            # Beside another point a text would be read as that one's.
+            strange = 3 * covered(own[:1], near[:i] + near[i + 1 :]) + 3 * covered(own, marks[:i] + marks[i + 1 :])
+            dull = 4 * rank + (40 if len(own) > 1 else 0)
+            options[i].append((dull + 100 * outside + strange + 3 * covered(own, taken), side, own))
+        options[i].sort(key=lambda option: option[0])
+
+    def settled(order: Sequence[int]) -> tuple[float, dict[int, Side]]:
+        chosen: dict[int, Side] = {}
+        held: dict[int, list[Box]] = {}
+        for _ in range(6):
+            before, total = dict(chosen), 0.0
+            for i in order:
+                others = [b for j, own in held.items() if j != i for b in own]
+                least = math.inf
+                for cost, side, own in options[i]:
+                    if cost >= least:
+                        break
+                    cost += 10 * covered(own, others)
+                    if cost < least:
+                        least, chosen[i], held[i] = cost, side, own
+                total += least
+            if chosen == before:
+                break
+        return total, chosen
+
+    orders = [texts, texts[::-1], *(sorted(texts, key=lambda i: s * spots[i][k]) for k in (0, 1) for s in (1, -1))]
+    best = min((settled(order) for order in orders), key=lambda found: found[0])[1]
+    return [best.get(i, SIDES[0]) for i in range(len(spots))]
+
+
+def _span(values: Sequence[float], log: bool, zero: bool) -> tuple[float, float]:
+    """The ends of an axis with room for texts around the values; it begins at 0 where that is near."""
+    low, high = min(values), max(values)
+    if log:
+        room = max(high / low, 1.1) ** 0.08
+        return low / room, high * room
+    if zero:
+        low, high = min(low, 0), max(high, 0)
+    room = 0.1 * (high - low or abs(high) or 1)
+    return 0.0 if 0 <= low < 2 * room else low - room, high + room
+
+
+def _taken(
+    points: Sequence[Row], spots: Sequence[tuple[float, float, str]], rules: Sequence[Row],
+    pixel: Callable[[str, float], float], height: float,
+) -> list[Box]:  # fmt: skip
+    """What texts are better kept off: the lines that join points; reference lines and their labels."""
+    out: list[Box] = []
+    for name in {p["s"]: None for p in points if p.get("j")}:
+        ends = sorted(spot[:2] for p, spot in zip(points, spots, strict=True) if p.get("j") and p["s"] == name)
+        out += [b for pair in zip(ends, ends[1:]) for b in _beads(*pair)]
+    for rule in rules:
+        said = wide(str(rule.get("label", "")))
+        if "x" in rule:
+            x = pixel("x", rule["x"])
+            out += [*_beads((x, 0), (x, height)), (x + 5, 4, x + 5 + said, 18)]
+        else:
+            y = pixel("y", rule["y"])
+            out += [*_beads((0, y), (WIDTH, y)), (WIDTH - 4 - said, y - 20, WIDTH - 4, y - 6)]
+    return out
+
+
 # ----------------------------------------------------------------------------------- spec
 
 
@@ -125,6 +253,8 @@ def spec(
     color: str | None = None,
     y_low: str | None = None,
     y_high: str | None = None,
+    text: str | None = None,
+    joined: str | None = None,
     log: str = "",
     rules: Sequence[Mapping[str, Any]] = (),
     labels: Mapping[str, str] | None = None,
@@ -141,6 +271,9 @@ def spec(
         kind: "line", "point", or "bar" (horizontal: x is the value, y the category; with color, grouped).
         x, y, color: column names.
         y_low, y_high: columns of a band around each line.
+        text: of points: column with what is written beside the point; "" and None write nothing.
+        joined: of points: column of bools; per series, the rows where it is true are joined by a thin line in
+            the order of x, e.g. the Pareto frontier.
         log: "", "x", "y" or "xy".
         rules: reference lines: {"x" or "y": number, "label": text}.
         labels, units: column → label, unit for axis titles and hover texts.
@@ -162,7 +295,17 @@ def spec(
         raise RenderError("plot: a band needs both y_low= and y_high=")
     if kind == "bar" and (y_low or log == "y" or log == "xy"):
         raise RenderError("plot: bars lie along x (x is the value, y the category); no band and no log y")
-    _check(rows, {"x": x, "y": y, "color": color, "y_low": y_low, "y_high": y_high})
+    if kind != "point" and (text or joined):
+        raise RenderError(f'plot: text= and joined= are for kind="point", not {kind!r}; a line joins its points anyway, a bar prints its value')
+    _check(rows, {"x": x, "y": y, "color": color, "y_low": y_low, "y_high": y_high, "text": text, "joined": joined})
+    for rule in rules:
+        on = next((k for k in ("x", "y") if k in rule), None)
+        if on is None or not _number(rule[on]) or set(rule) - {"x", "y", "label"}:
+            raise RenderError(f'plot: reference line {dict(rule)!r}; write {{"y": 0.9, "label": "..."}}')
+        if on == "y" and kind == "bar":
+            raise RenderError('plot: bars lie along x, so their reference line is {"x": ...}')
+        if on in log and rule[on] <= 0:
+            raise RenderError(f"plot: reference line {dict(rule)!r} has no place on a log axis; drop log= or the line")
     value = x if kind == "bar" else y
     held = [r for r in rows if r[x] is not None and r[y] is not None]
     # A line keeps a row without y: the line breaks there instead of bridging what was not measured.
@@ -173,8 +316,15 @@ def spec(
     bad = next((r[value] for r in held if not _number(r[value])), None)
     if bad is not None:
         raise RenderError(f"plot: column {value!r} must hold numbers but holds {bad!r}; choose another column")
+    bad = next((r[x] for r in held if not _number(r[x])), None) if text or joined else None
+    if bad is not None:
+        raise RenderError(f"plot: with text= or joined= column {x!r} must hold numbers too but holds {bad!r}; choose another x=")
+    bad = next((r[joined] for r in held if not isinstance(r[joined], bool | None)), None) if joined else None
+    if bad is not None:
+        raise RenderError(f"plot: joined={joined!r} must hold true or false but holds {bad!r}; choose another column")
 
     series = _series(rows, color)
+    height = height or (None if kind == "bar" else HEIGHT)
     label = {c: labels.get(c, c) for c in (x, y)}
     unit = {c: units.get(c, "") for c in (x, y)}
 
@@ -196,13 +346,28 @@ def spec(
             p |= {"t": render.format_value(row[value], fmt), "at": row[value] or 0}
         if y_low:
             p |= {"lo": row[y_low], "hi": row[y_high]}
+        if text:
+            p["t"] = "" if row[text] is None else render.format_value(row[text])
+        if joined:
+            p["j"] = bool(row[joined])
         points.append(p)
+
+    spans: dict[str, tuple[float, float]] = {}  # of the axes, where texts need places in px
 
     def channel(c: str, on: str) -> dict[str, Any]:
         extra = [r[k] for k in (y_low, y_high) if k and on == "y" for r in rows]
         values = [r[c] for r in rows] + extra
         out = _axis(_title(c, label[c], unit[c]), values, on in log, all(_number(r[c]) for r in held))
+        if text:
+            ruled = [r[on] for r in rules if on in r]
+            spans[on] = _span([v for v in values if v is not None] + ruled, on in log, zero and on == "y")
+            out["scale"] |= {"domain": list(spans[on]), "nice": False}
         return {"field": on} | out
+
+    def pixel(on: str, value: float) -> float:
+        (low, high), f = spans[on], math.log if on in log else float
+        share = (f(value) - f(low)) / (f(high) - f(low))
+        return round(WIDTH * share if on == "x" else height * (1 - share), 1)
 
     px, py = channel(x, "x"), channel(y, "y")
     names = list(series)
@@ -213,6 +378,8 @@ def spec(
     stroke = ranged([f"var(--hf-{r}-stroke)" for r in ROLES])
     fill = ranged([f"var(--hf-{r}-fill)" for r in ROLES])
     said_by = {"description": {"field": "d", "type": "nominal"}}
+    written = {"type": "text", "fontSize": 12, "color": "var(--hf-ink)", "aria": False}
+    written |= {"stroke": "var(--md-default-bg-color)", "strokeWidth": 3}  # a halo; results.css paints it under the glyphs
     layers: list[dict[str, Any]] = []
 
     if kind == "bar":
@@ -225,14 +392,13 @@ def spec(
         base = {"x": px, "y": py, **offset}
         layers.append({"mark": {"type": "bar", "strokeWidth": 1}, "encoding": base | {"fill": fill, "stroke": stroke} | said_by})
         # The number at the bar's end; hidden from assistive technology, the bar already says it.
-        text = {"type": "text", "align": "left", "dx": 4, "fontSize": 12, "color": "var(--hf-ink)", "aria": False}
-        text |= {"stroke": "var(--md-default-bg-color)", "strokeWidth": 3}  # a halo; results.css paints it under the glyphs
-        layers.append({"mark": text, "encoding": base | {"x": px | {"field": "at"}, "text": {"field": "t", "type": "nominal"}}})
+        number = base | {"x": px | {"field": "at"}, "text": {"field": "t", "type": "nominal"}}
+        layers.append({"mark": written | {"align": "left", "dx": 4}, "encoding": number})
         count = len({p["y"] for p in points}) * max(1, len(names))
         height = height or max(60, 22 * count + 12 * len({p["y"] for p in points}))
     else:
         if zero and kind != "bar" and "y" not in log:
-            py["scale"] = {"zero": True, "nice": True}
+            py["scale"]["zero"] = True
         base = {"x": px, "y": py}
         if y_low:
             band = {"x": px, "y": py | {"field": "lo"}, "y2": {"field": "hi"}, "fill": fill}
@@ -240,29 +406,40 @@ def spec(
         if kind == "line":
             line = base | {"stroke": stroke, "strokeDash": ranged(list(DASHES))}
             layers.append({"mark": {"type": "line", "strokeWidth": 2 if marks else 1.4, "aria": False}, "encoding": line})
+        if joined:
+            front = {"type": "line", "strokeWidth": 1, "aria": False}
+            layers.append({"transform": [{"filter": "datum.j"}], "mark": front, "encoding": base | {"stroke": stroke}})
+        if text:
+            spots = [(pixel("x", p["x"]), pixel("y", p["y"]), p["t"]) for p in points]
+            taken = _taken(points, spots, rules, pixel, height)
+            for p, (dx, dy, align) in zip(points, place(spots, taken, WIDTH, height), strict=True):
+                p |= {"dx": dx, "dy": dy, "align": align}
+            beside = written | {k: {"expr": f"datum.{k}"} for k in ("dx", "dy", "align")} | {"baseline": "middle"}
+            lead = {"type": "rule", "stroke": "var(--hf-line)", "strokeWidth": 0.8, "aria": False}
+            lead |= {"x2Offset": {"expr": "datum.dx * 0.93"}, "y2Offset": {"expr": "datum.dy"}}
+            ends = base | {"x2": {"field": "x"}, "y2": {"field": "y"}}
+            far = f"datum.t && hypot(datum.dx, datum.dy) > {FAR}"
+            layers.append({"transform": [{"filter": far}], "mark": lead, "encoding": ends})
+            said_at = base | {"text": {"field": "t", "type": "nominal"}}
+            layers.append({"transform": [{"filter": "datum.t"}], "mark": beside, "encoding": said_at})
         if marks:
             dot = {"type": "point", "size": 46, "strokeWidth": 1.5, "opacity": 1, "filled": False}
             enc = base | {"fill": fill, "stroke": stroke, "shape": ranged(list(SHAPES))} | said_by
             layers.append({"mark": dot, "encoding": enc})
-        height = height or 280
 
     for rule in rules:
-        on = next((k for k in ("x", "y") if k in rule), None)
-        if on is None or not _number(rule[on]) or set(rule) - {"x", "y", "label"}:
-            raise RenderError(f'plot: reference line {dict(rule)!r}; write {{"y": 0.9, "label": "..."}}')
-        if on == "y" and kind == "bar":
-            raise RenderError('plot: bars lie along x, so their reference line is {"x": ...}')
+        on = "x" if "x" in rule else "y"
         data = {"values": [{"v": rule[on], "t": rule.get("label", "")}]}
         at = {on: {"field": "v", "type": "quantitative"}}
         dash = {"type": "rule", "stroke": "var(--hf-ink)", "strokeDash": [5, 4], "strokeWidth": 1.2, "aria": False}
         layers.insert(0, {"data": data, "mark": dash, "encoding": at})
         if rule.get("label"):
-            place = (
+            stands = (
                 {"x": {"value": WIDTH - 4}, "align": "right", "dy": -6, "baseline": "bottom"} if on == "y"
                 else {"y": {"value": 4}, "align": "left", "dx": 5, "baseline": "top"}
             )  # fmt: skip
-            other = {k: place.pop(k) for k in ("x", "y") if k in place}
-            mark = {"type": "text", "fontSize": 12, "color": "var(--hf-ink)", "aria": False, **place}
+            other = {k: stands.pop(k) for k in ("x", "y") if k in stands}
+            mark = {"type": "text", "fontSize": 12, "color": "var(--hf-ink)", "aria": False, **stands}
             layers.append({"data": data, "mark": mark, "encoding": at | other | {"text": {"field": "t", "type": "nominal"}}})
 
     grid = "var(--hf-input-stroke)"
@@ -474,6 +651,8 @@ def figure(
         notes.append(f"{len(rows):,} 点太密，每段只画最大与最小的点，共 {len(drawn):,} 点，尖峰都保留")
     if y_low:
         notes.append(f"色带：{labels.get(y_low, y_low)} 至 {labels.get(y_high, y_high)}")
+    if joined := options.get("joined"):
+        notes.append(f"细线：{labels.get(joined, joined)}")
     if "x" in options.get("log", "") or "y" in options.get("log", ""):
         notes.append("、".join(f"{a} 轴" for a in options["log"]) + "为对数")
     described = f"{_title(x, labels.get(x, x), units.get(x, ''))}；{_title(y, labels.get(y, y), units.get(y, ''))}"

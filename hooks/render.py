@@ -279,17 +279,17 @@ def text_table(rows: Sequence[Row], units: Mapping[str, str]) -> str:
         return f"<p {EMPTY_MARK}>（没有数据）</p>"
     heads = [k if units.get(k, "") in UNITLESS else f"{k} ({units[k]})" for k in rows[0]]
     lines = [heads] + [[format_value(v).replace("\n", "⏎") for v in row.values()] for row in rows]
-    wide = [max(_width(line[i]) for line in lines) for i in range(len(heads))]
+    wide = [max(width(line[i]) for line in lines) for i in range(len(heads))]
     right = [any(_is_number(r[k]) for r in rows) for k in rows[0]]
 
     def padded(text: str, i: int) -> str:
-        gap = " " * (wide[i] - _width(text))
+        gap = " " * (wide[i] - width(text))
         return gap + text if right[i] else text + gap
 
     return output("  ".join(padded(cell, i) for i, cell in enumerate(line)).rstrip() for line in lines)
 
 
-def _width(text: str) -> int:
+def width(text: str) -> int:
     """Columns that a text takes in a monospace font; a CJK character takes two."""
     if text.isascii():
         return len(text)
@@ -310,6 +310,14 @@ def _keep_lines(text: str) -> str:
     # Raw HTML in Markdown ends at a blank line in some contexts; a numeric entity for the newline
     # renders the same inside <pre> and never ends anything.
     return re.sub(r"\n(?=\n|$)", "&#10;", text)
+
+
+def diagram(source: str) -> str:
+    """A Mermaid diagram: the element that the pages' ```mermaid fences become; diagrams.js draws it.
+
+    The source is no text that a reader sees, so the search index leaves it out.
+    """
+    return f'<pre class="mermaid" data-search-exclude><code>{_keep_lines(escape(source, quote=False))}</code></pre>'
 
 
 def command(experiment: str) -> str:

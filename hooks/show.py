@@ -6,6 +6,7 @@
     rows = e.rows("speed", kernel="rms_norm")
     print(e.show(table(rows, columns={...})))                   # any HTML, with the provenance line
     print(e.show(lambda r: table(reshape(r.rows("speed")))))    # the same, once per device
+    print(e.diagram(lambda r: "sequenceDiagram\n..."))          # Mermaid source made from the record
 
 A text made of several numbers uses ``format_value(number, ".2f")``: a result that was NaN or inf is
 None in its record, and an f-string would fail on it.
@@ -21,6 +22,7 @@ import hashlib
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -32,6 +34,12 @@ __all__ = ["ShowError", "experiment", "format_value", "plot", "table"]
 
 # The page that is being rendered, as its path below docs/; links are relative to it.
 page: ContextVar[str] = ContextVar("page", default="")
+
+# The diagrams of Mermaid that take accTitle and accDescr, which the site asks of every diagram.
+DIAGRAMS = (
+    "classDiagram", "erDiagram", "flowchart", "gantt", "gitGraph", "graph", "journey", "pie", "quadrantChart", "sequenceDiagram",
+    "stateDiagram", "stateDiagram-v2", "xychart-beta",
+)  # fmt: skip
 
 
 class ShowError(RenderError):
@@ -166,7 +174,7 @@ class Experiment:
 
     def plot(self, name: str, *, x: str, y: str, where: Mapping[str, Any] | None = None, **options: Any) -> str:
         """A plot of a table; units, device and date are added. Options: see ``plots.figure`` and ``plots.spec``."""
-        named = [options[k] for k in ("color", "y_low", "y_high") if options.get(k)]
+        named = [options[k] for k in ("color", "y_low", "y_high", "text", "joined") if options.get(k)]
         check_declared(self.declared, name, [x, y, *named, *(where or ())])
         units = dict(self.declared.tables[name]) | options.pop("units", {})
         return self.show(lambda r: self._figure(r, r.rows(name, **(where or {})), x=x, y=y, units=units, **options))
@@ -181,6 +189,18 @@ class Experiment:
         subtitle = " · ".join([result.device, str(record.started)[:10], *filter(None, marks)])
         told = f"{subtitle}；{options.pop('subtitle')}" if options.get("subtitle") else subtitle
         return plot(rows, subtitle=told, **options)
+
+    def diagram(self, function: Callable[[Result], str]) -> str:
+        """A Mermaid diagram made from the record, e.g. a sequenceDiagram with the measured durations.
+
+        Args:
+            function: Result → Mermaid source, called once per device. It begins with the diagram's word and
+                holds the lines "accTitle: ..." and "accDescr: ...", as every diagram of this site.
+
+        Raises:
+            ShowError: the source lacks one of these.
+        """
+        return self.show(lambda r: render.diagram(_mermaid(self.declared.id, function(r))))
 
     def output(self, name: str, *, column: str, where: Mapping[str, Any] | None = None) -> str:
         """Program output that a text column holds, one row a line (or block), preformatted."""
@@ -208,6 +228,20 @@ def plot(rows: Sequence[render.Row], **options: Any) -> str:
     """Reshaped rows as a figure. Arguments: see ``plots.figure`` and ``plots.spec``; the id is made here."""
     rows = list(rows)
     return plots.figure(rows, uid=_uid("plot", options, rows), **options)
+
+
+def _mermaid(experiment_id: str, source: Any) -> str:
+    """The source of a diagram without common indentation, checked."""
+    if not isinstance(source, str):
+        raise ShowError(f"{experiment_id}: diagram() got {source!r:.60}; return the Mermaid source as text")
+    source = textwrap.dedent(source).strip()
+    word = re.match(r"\S*", source)[0]
+    if word not in DIAGRAMS:
+        raise ShowError(f"{experiment_id}: the diagram begins with {word!r}; begin it with one of: {', '.join(DIAGRAMS)}")
+    for key in ("accTitle", "accDescr"):
+        if not re.search(rf"^[ \t]*{key}[ \t]*:[ \t]*\S", source, re.MULTILINE):
+            raise ShowError(f'{experiment_id}: the diagram has no {key}; write the line "{key}: ..." below {word}, for readers who cannot see it')
+    return source
 
 
 def _uid(*parts: Any) -> str:
