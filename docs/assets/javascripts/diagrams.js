@@ -29,11 +29,12 @@
       )
       .join("")}
     .flowchart-link, .messageLine0, .messageLine1 { stroke: var(--hf-line) !important; }
-    .marker, .arrowheadPath { fill: var(--hf-line) !important; stroke: var(--hf-line) !important; }
+    .actor-line { stroke: var(--hf-line) !important; }
+    .marker, .arrowheadPath, #arrowhead path, [id$="arrowhead"] path { fill: var(--hf-line) !important; stroke: var(--hf-line) !important; }
     .cluster > rect { fill: transparent !important; stroke: var(--hf-line) !important; }
     .actor { fill: var(--hf-compute-fill) !important; stroke: var(--hf-compute-stroke) !important; }
     .note { fill: var(--hf-decision-fill) !important; stroke: var(--hf-decision-stroke) !important; }
-    text.actor > tspan, .noteText > tspan { fill: var(--hf-ink) !important; }
+    text.actor > tspan, .noteText > tspan, .messageText { fill: var(--hf-ink) !important; }
     .edgeLabel, .edgeLabel p, .labelBkg {
       background-color: var(--md-default-bg-color) !important;
       color: var(--md-default-fg-color) !important;
@@ -51,7 +52,8 @@
         const mermaid = globalThis.mermaid;
         // Compact, so that a diagram needs no shrinking on a phone.
         const flowchart = { nodeSpacing: 24, rankSpacing: 36, padding: 8, ...config.flowchart };
-        mermaid.initialize({ ...config, flowchart, themeCSS: (config.themeCSS ?? "") + themeCSS });
+        const sequence = { actorMargin: 24, width: 110, mirrorActors: false, ...config.sequence };
+        mermaid.initialize({ ...config, flowchart, sequence, themeCSS: (config.themeCSS ?? "") + themeCSS });
         resolve(mermaid);
       };
       script.onerror = () => reject(new Error(`cannot load ${library}`));
