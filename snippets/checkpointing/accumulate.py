@@ -59,8 +59,8 @@ class _Linear(torch.autograd.Function):
 
 
 def watched(weight: Tensor) -> bool:
-    """Whether hooks wait for this gradient; they must see it, so autograd has to add it."""
-    return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
+    """Whether something waits for this gradient, so that autograd has to pass it on: hooks, or what made the weight."""
+    return not weight.is_leaf or bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
 # --8<-- [end:accumulate]
 
 

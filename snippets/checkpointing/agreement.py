@@ -11,6 +11,7 @@ itself too; that repetition is the control, and a recipe may differ by no more. 
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -68,7 +69,8 @@ def difference(model: torch.nn.Module, reference: list[torch.Tensor]) -> tuple[i
             pairs = list(zip(p.grad.flatten().split(1 << 26), want.flatten().split(1 << 26), strict=True))
             wrong = sum((a.float() - b.float()).square().sum().item() for a, b in pairs)
             size = sum(b.float().square().sum().item() for _, b in pairs)
-            worst = max(worst, (wrong / max(size, 1e-300)) ** 0.5)
+            ratio = (wrong / max(size, 1e-300)) ** 0.5
+            worst = max(worst, ratio if math.isfinite(ratio) else math.inf)
     return count, worst
 
 
@@ -103,9 +105,9 @@ def measure(*, size: str, layers: int, batch: int, sequence: int, recipes: dict[
                     count, worst = difference(model, reference)
                     rows.append({
                         "kernels": kernels, "policy": policy, "deterministic": on, "parameters": len(reference),
-                        "differing": count, "difference": worst, "control_differing": control_count,
+                        "differing": count, "difference": worst if math.isfinite(worst) else None, "control_differing": control_count,
                         "control_difference": control_worst, "loss_equal": bool(got == loss),
-                        "ok": count == 0 if control_count == 0 else worst <= SLACK * control_worst,
+                        "ok": bool(got == loss) and (count == 0 if control_count == 0 else worst <= SLACK * control_worst),
                     })  # fmt: skip
                 del reference
     return {"agreement": rows}

@@ -89,6 +89,7 @@ def loss_and_backward(
     loss, d_hidden = head_backward(
         hidden, model.lm_head.weight, shifted, slice_rows=slice_rows, scale=scale, num_items_in_batch=num_items_in_batch
     )
-    hidden.backward(d_hidden)
+    if hidden.requires_grad:  # not where the whole decoder is frozen
+        hidden.backward(d_hidden)
     return loss
 # --8<-- [end:loss]

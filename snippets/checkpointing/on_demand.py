@@ -149,7 +149,9 @@ class Frame:
         """What the autograd graph stores in place of ``tensor``."""
         node = self.nodes.get(StorageWeakRef(tensor.untyped_storage()))
         if node is None or node.recipe is None:
-            return tensor
+            # An operator's own output would hold the operator, which holds it: a cycle that no collector sees, so a
+            # graph that is dropped without a backward would stay for good.
+            return tensor if tensor.is_leaf else tensor.detach()
         node.waiting += 1
         return View(node, tensor)
 

@@ -127,15 +127,15 @@ def _summary(visits: list[Any], fixed_gib: float) -> dict[str, Any]:
     cuts = statistics.quantiles(samples, n=10, method="inclusive")
     peaks = [v["peak_bytes"] for v in visits if v["peak_bytes"] is not None]
     gib = max(peaks) / GIB if peaks else None
-    ready, median = visits[0]["ready"], statistics.median(samples)
-    predicted_ms = ready.predicted_us / 1e3 if ready.predicted_us else None
-    predicted_gib = ready.predicted_bytes / GIB if ready.predicted_bytes else None
+    first, median = visits[0], statistics.median(samples)
+    predicted_ms = first["predicted_us"] / 1e3 if first["predicted_us"] else None
+    predicted_gib = first["predicted_bytes"] / GIB if first["predicted_bytes"] else None
     return {
         "median_ms": median, "p20_ms": cuts[1], "p80_ms": cuts[7], "activation_gib": gib,
         "fits_80gb": gib is not None and 4 * fixed_gib + gib <= CARD_GIB,
         "predicted_ms": predicted_ms, "predicted_gib": predicted_gib, "ms_error": predicted_ms and predicted_ms / median - 1,
         "gib_error": predicted_gib / gib - 1 if predicted_gib and gib else None,
-        "stores": stores(ready.policies), "loss": visits[0]["loss"], "failed": "",
+        "stores": stores(first["policies"]), "loss": first["loss"], "failed": "",
     }  # fmt: skip
 
 

@@ -245,7 +245,10 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--budget-gib, --batch, --seq and --layers must be positive numbers")
     try:
         measured, source = tables(args.costs, args.batch, args.seq)
-        costs = Costs.read(measured, args.batch, args.seq, args.layers)
+        try:
+            costs = Costs.read(measured, args.batch, args.seq, args.layers)
+        except (KeyError, TypeError) as error:
+            raise PlanError(f"{source}: lacks {error}; it is older than this code or of a CPU. Measure again with costs --json") from error
         best = plan(costs, int(args.budget_gib * GIB))
     except PlanError as error:
         print(f"plan: {error}", file=sys.stderr)

@@ -204,7 +204,7 @@ def visit(
 
     Returns:
         ``samples_us`` (list), ``peak_bytes`` above weights and gradients (None without CUDA), ``loss`` of the first
-        batch, and the recipe's ``ready``; or ``{"failed": why}`` where memory didn't suffice.
+        batch, ``policies``, ``predicted_us`` and ``predicted_bytes``; or ``{"failed": why}`` where memory didn't suffice.
     """
     clean()
     fixed = fixed_bytes(model)
@@ -221,7 +221,9 @@ def visit(
                 ready.step(batches[0])
             peak = torch.cuda.max_memory_allocated() - fixed if cuda else None
             samples = samples_us(ready.step, batches, steps)
-        return {"samples_us": samples, "peak_bytes": peak, "loss": loss, "ready": ready}
+        # Not the recipe itself: its step may hold a CUDA graph with a memory pool of its own.
+        return {"samples_us": samples, "peak_bytes": peak, "loss": loss, "policies": ready.policies,
+                "predicted_us": ready.predicted_us, "predicted_bytes": ready.predicted_bytes}  # fmt: skip
     except torch.OutOfMemoryError as error:
         return {"failed": str(error).splitlines()[0]}
     except Unfit as error:

@@ -67,6 +67,20 @@ def test_a_weight_that_changed_in_between_is_refused():
             loss.backward()
 
 
+def test_a_weight_that_is_made_of_others_passes_its_gradient_on():
+    model = qwen3.tiny()
+    got = []
+    for on in (False, True):
+        scale = torch.ones((), requires_grad=True)
+        weights = {n: q.detach() * scale for n, q in model.named_parameters()}
+        switch = accumulate(model) if on else None
+        torch.func.functional_call(model, weights, (), {"input_ids": IDS, "labels": IDS, "use_cache": False}).loss.backward()
+        got.append(scale.grad)
+        if switch:
+            switch.off()
+    torch.testing.assert_close(got[1], got[0])
+
+
 def test_no_second_derivative_and_no_second_switch():
     model = qwen3.tiny()
     with accumulate(model):

@@ -6,6 +6,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from snippets import qwen3
 from snippets.checkpointing.on_demand import TENSORS, LayerHooks
+from snippets.checkpointing.policies import Keep, apply
 from snippets.kernels import patch
 
 LINEAR = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "gate": "mlp.gate_proj", "up": "mlp.up_proj"}
@@ -143,3 +144,26 @@ def test_refusals(model):
     hooked(model, ())
     with pytest.raises(RuntimeError, match="autocast"), torch.autocast("cpu", torch.bfloat16):
         model(IDS, labels=IDS)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_graph_that_is_dropped_without_a_backward_leaves_nothing(fails):
+    import gc
+    import weakref
+
+    model = qwen3.tiny()
+    seen = []
+    model.model.layers[1].register_forward_pre_hook(lambda m, a: seen.append(weakref.ref(a[0])))
+    if fails:
+        def fail(*_):
+            raise ValueError("as out of memory would")
+        model.model.layers[1].mlp.down_proj.register_forward_pre_hook(fail)
+    ids = torch.randint(0, 512, (1, 5))
+    with patch(model), apply(model, Keep()):
+        try:
+            loss = model(ids, labels=ids, use_cache=False).loss
+            del loss
+        except ValueError:
+            pass
+        gc.collect()
+        assert seen and seen[0]() is None

@@ -131,6 +131,8 @@ def test_a_gradient_that_differs_is_found(monkeypatch):
     model.lm_head.weight.grad[3, 4] += 1e-3
     count, worst = agreement.difference(model, reference)
     assert count == 1 and 0 < worst < 1
+    model.lm_head.weight.grad.fill_(float("nan"))
+    assert agreement.difference(model, reference) == (1, float("inf"))
 
 
 @pytest.mark.gpu
