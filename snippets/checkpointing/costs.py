@@ -123,7 +123,7 @@ def _tensors(model: torch.nn.Module, batch: int, sequence: int, rounds: int) -> 
         # The stored ones: attention's output and log-sum-exp, and what it costs to make them.
         head = attention.head_dim
         q, k = (n.get() for n in found["rope"][1])
-        v = frame.made["v"].open().view(batch, sequence, -1, head).transpose(1, 2)
+        v = found["v"][1][0].get().view(batch, sequence, -1, head).transpose(1, 2)
         attend = _attention(attention, q, k, v)
         calls["attention"] = lambda _: attend()
         size["attention"] = batch * sequence * attention.config.num_attention_heads * (head * hidden.element_size() + 4)

@@ -34,8 +34,6 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from snippets.kernels import swiglu
-
 # What a policy may keep or drop, in the order of the forward.
 TENSORS = ("ln1", "q", "k", "v", "rope", "h2", "ln2", "gate", "up", "product")
 
@@ -115,12 +113,12 @@ class Frame:
     def __init__(self, keep: frozenset[str], count: dict[str, int]):
         self.keep, self.count = keep, count
         self.nodes: dict[StorageWeakRef, Node] = {}
-        self.made: dict[str, View] = {}
+        self.entered: Tensor | None = None  # the two sides of the residual addition, until it is seen
+        self.attended: Tensor | None = None
 
     def store(self, name: str, tensor: Tensor) -> None:
         """A tensor that exists anyway and that recipes may start from."""
-        node = self.nodes[StorageWeakRef(tensor.untyped_storage())] = Node(name, tensor, None)
-        self.made[name] = View(node, tensor)
+        self.nodes[StorageWeakRef(tensor.untyped_storage())] = Node(name, tensor, None)
 
     def record(self, name: str, made: Sequence[Tensor], function: Callable[..., Any], arguments: Sequence[Any]) -> None:
         """Note that ``function(*arguments)`` made these tensors."""
@@ -137,7 +135,6 @@ class Frame:
             node = Node(name, tensor, recipe)
             recipe.outputs.append(weakref.ref(node))
             self.nodes[StorageWeakRef(storage)] = node
-            self.made[name] = View(node, tensor)
 
     def _argument(self, a: Any) -> Any:
         if not isinstance(a, Tensor):
@@ -202,43 +199,56 @@ class LayerHooks:
         self.recomputed: dict[str, int] = {}
         self._frames: list[Frame] = []  # more than one only if a layer's forward calls the layer
         self._hooks: list[torch.autograd.graph.saved_tensors_hooks] = []
-        self._class = type(attention)
-        attention.__class__ = self._announcing(type(attention))
+        self._classes = [(attention, type(attention)), (mlp, type(mlp))]
+        attention.__class__ = self._announcing(type(attention), "apply_rotary_pos_emb", "rope")
+        mlp.__class__ = self._announcing(type(mlp), "swiglu", "product")
+        # prepend: other hooks may replace what they see, so these come first on an output and on what enters a norm. What
+        # a hook puts in a tensor's place is no node, and is stored.
         self._handles = [
             layer.register_forward_pre_hook(self._enter, with_kwargs=True),
             layer.register_forward_hook(self._leave, always_call=True),
-            layer.post_attention_layernorm.register_forward_pre_hook(self._before_ln2),
-            mlp.down_proj.register_forward_pre_hook(self._before_down),
+            layer.input_layernorm.register_forward_pre_hook(self._before_ln1, prepend=True),
+            layer.post_attention_layernorm.register_forward_pre_hook(self._before_ln2, prepend=True),
         ]
         made = {"ln1": layer.input_layernorm, "q": attention.q_proj, "k": attention.k_proj, "v": attention.v_proj,
                 "qn": attention.q_norm, "kn": attention.k_norm, "o": attention.o_proj,
                 "ln2": layer.post_attention_layernorm, "gate": mlp.gate_proj, "up": mlp.up_proj}  # fmt: skip
-        self._handles += [m.register_forward_hook(functools.partial(self._after, name)) for name, m in made.items()]
+        self._handles += [m.register_forward_hook(functools.partial(self._after, name), prepend=True) for name, m in made.items()]
 
     def off(self) -> None:
         """Take the hooks out again."""
         for handle in self._handles:
             handle.remove()
-        self.layer.self_attn.__class__ = self._class
+        for module, before in self._classes:
+            module.__class__ = before
 
-    def _announcing(self, base: type) -> type:
-        """``base`` with its rotary function wrapped: of all that a layer calls, only this is no module.
+    def _announcing(self, base: type, called: str, name: str) -> type:
+        """``base`` with one function wrapped that its forward calls, rotary or swiglu: these two are no modules.
 
-        As in ``kernels.patch``: the same code object with a copy of its globals in which one name differs.
+        As in ``kernels.patch``: the same code object with a copy of its globals in which one name differs. Its call notes
+        what it returns after all hooks, for the residual addition.
         """
         forward = base.forward
-        rotary = forward.__globals__["apply_rotary_pos_emb"]
+        function = forward.__globals__[called]
+        frames = self._frames
 
-        def announced(q, k, cos, sin, *rest):
-            out = rotary(q, k, cos, sin, *rest)
-            if self._frames:
-                self._frames[-1].record("rope", out, rotary, (q, k, cos, sin, *rest))
+        def announced(*arguments):
+            out = function(*arguments)
+            if frames:
+                frames[-1].record(name, out if isinstance(out, tuple) else (out,), function, arguments)
             return out
 
-        scope = {**forward.__globals__, "apply_rotary_pos_emb": announced}
-        ours = types.FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__)
-        ours.__kwdefaults__ = forward.__kwdefaults__
-        return type(base.__name__, (base,), {"forward": ours, "__module__": base.__module__})
+        def call(self, *arguments, **keywords):
+            out = super(ours, self).__call__(*arguments, **keywords)
+            if frames and isinstance(out, tuple):
+                frames[-1].attended = out[0]
+            return out
+
+        scope = {**forward.__globals__, called: announced}
+        method = types.FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__)
+        method.__kwdefaults__ = forward.__kwdefaults__
+        ours = type(base.__name__, (base,), {"forward": method, "__call__": call, "__module__": base.__module__})
+        return ours
 
     # ---------------------------------------------------------------- hooks, in the order of a forward
 
@@ -249,7 +259,6 @@ class LayerHooks:
         if torch.is_autocast_enabled(hidden.device.type):
             raise RuntimeError("on_demand: autocast is off again when the backward recomputes; train in pure bf16 or fp32")
         frame = Frame(self.keep, self.recomputed)
-        frame.store("h", hidden)
         self._frames.append(frame)
         self._hooks.append(torch.autograd.graph.saved_tensors_hooks(frame.pack, unpack))
         self._hooks[-1].__enter__()
@@ -258,15 +267,16 @@ class LayerHooks:
         if self._frames:
             self._frames[-1].record(name, (out,), module.forward, args)
 
+    def _before_ln1(self, _module, args):
+        if self._frames:  # the layer's input, which is also its first residual
+            self._frames[-1].entered = args[0]
+            self._frames[-1].store("h", args[0])
+
     def _before_ln2(self, _module, args):
         if self._frames:  # the layer's own addition, seen where its result goes
             frame = self._frames[-1]
-            frame.record("h2", args[:1], torch.add, (frame.made["h"], frame.made["o"]))
-
-    def _before_down(self, _module, args):
-        if self._frames:
-            frame = self._frames[-1]
-            frame.record("product", args[:1], swiglu, (frame.made["gate"], frame.made["up"]))
+            frame.record("h2", args[:1], torch.add, (frame.entered, frame.attended))
+            frame.entered = frame.attended = None
 
     def _leave(self, *_):
         if self._frames:

@@ -131,6 +131,38 @@ def test_an_exception_in_a_layer_leaves_no_hook_on(model):
     gradients(model)
 
 
+OUTPUTS = ["self_attn.q_proj", "self_attn.q_norm", "self_attn.o_proj", "self_attn", "input_layernorm", "post_attention_layernorm",
+           "mlp.gate_proj", "mlp"]  # fmt: skip
+INPUTS = ["", "input_layernorm", "self_attn.v_proj", "self_attn.o_proj", "post_attention_layernorm", "mlp.up_proj", "mlp.down_proj"]
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(("path", "output"), [*((m, True) for m in OUTPUTS), *((m, False) for m in INPUTS)])
+def test_hooks_of_others_keep_their_effect(model, path, output, late):
+    """A hook may replace what a module gets or gives; what is made again must be what was there."""
+
+    def scaled(value):
+        return (value[0] * 1.5, *value[1:]) if isinstance(value, tuple) else value * 1.5
+
+    def register():
+        for layer in model.model.layers:
+            module = layer.get_submodule(path)
+            if output:
+                module.register_forward_hook(lambda m, a, out: scaled(out))
+            else:
+                module.register_forward_pre_hook(lambda m, a: scaled(a))
+
+    if not late:
+        register()
+    hooks = hooked(model, ())
+    if late:
+        register()
+    got = gradients(model)
+    for each in hooks:
+        each.off()
+    assert same(got, gradients(model))
+
+
 def test_refusals(model):
     layer = model.model.layers[0]
     with pytest.raises(ValueError, match="unknown tensors gat; known: ln1, q"):
