@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from snippets.checkpointing.accumulate import add_product
+from snippets.checkpointing.accumulate import add_product, watched
 from snippets.kernels import cross_entropy
 from snippets.kernels.common import accumulate_dtype
 
@@ -42,6 +42,8 @@ def head_backward(
 
     Raises:
         ValueError: shapes or slices that don't fit.
+        RuntimeError: autocast is on, or hooks wait for the weight's gradient, which autograd doesn't carry here. Nothing
+            has been added to any gradient then.
     """
     if slice_rows < 1:
         raise ValueError(f"head_backward: slice_rows is {slice_rows}; give 1 or more")
@@ -50,6 +52,10 @@ def head_backward(
             f"head_backward: hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and labels "
             f"{tuple(labels.shape)}; expected [..., H], [V, H] and [...]"
         )
+    if torch.is_autocast_enabled(hidden.device.type):
+        raise RuntimeError("head_backward: autocast is on; call it outside, with hidden and weight of one dtype")
+    if weight.requires_grad and watched(weight):
+        raise RuntimeError("head_backward: lm_head.weight has gradient hooks, or is no leaf, so its gradient has to come by autograd; use model(...).loss")
     rows, labels, w = hidden.detach().reshape(-1, hidden.shape[-1]), labels.reshape(-1), weight.detach()
     # The mean is over all rows, so every slice has to be divided by the same number.
     items = (labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
@@ -71,23 +77,28 @@ def head_backward(
 
 def loss_and_backward(
     model: torch.nn.Module, ids: Tensor, labels: Tensor | None = None, *, slice_rows: int = 1024, scale: float = 1.0,
-    num_items_in_batch: Tensor | float | None = None, **inputs,
+    ignore_index: int = -100, num_items_in_batch: Tensor | float | None = None, **inputs,
 ) -> Tensor:  # fmt: skip
     """What ``(model(ids, labels=labels).loss * scale).backward()`` does for a ``Qwen3ForCausalLM``, without the logits.
 
     Args:
         ids: ``[B, S]``; labels default to them.
-        slice_rows, scale, num_items_in_batch: see ``head_backward``.
+        slice_rows, scale, ignore_index, num_items_in_batch: see ``head_backward``.
         inputs: passed on to the decoder (``attention_mask`` and so on).
 
     Returns:
         The loss, unscaled and without graph.
     """
+    if foreign := {"shift_labels", "logits_to_keep", "return_dict"} & inputs.keys():  # the decoder would swallow them
+        raise ValueError(f"loss_and_backward: {', '.join(sorted(foreign))} belongs to model(...), and has no effect here")
+    if not torch.is_grad_enabled():
+        raise RuntimeError("loss_and_backward: gradients are off (torch.no_grad); there would be no backward")
     labels = ids if labels is None else labels
     hidden = model.model(ids, use_cache=False, **inputs).last_hidden_state
-    shifted = F.pad(labels, (0, 1), value=-100)[..., 1:]
+    shifted = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     loss, d_hidden = head_backward(
-        hidden, model.lm_head.weight, shifted, slice_rows=slice_rows, scale=scale, num_items_in_batch=num_items_in_batch
+        hidden, model.lm_head.weight, shifted, slice_rows=slice_rows, scale=scale, ignore_index=ignore_index,
+        num_items_in_batch=num_items_in_batch,
     )
     if hidden.requires_grad:  # not where the whole decoder is frozen
         hidden.backward(d_hidden)

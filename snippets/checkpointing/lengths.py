@@ -1,4 +1,4 @@
-"""The comparison of ``pareto`` at 2×4096 and 1×16384, with the recipes that matter there.
+"""The comparison of ``pareto`` at 2×4096 and 1×16384, and at 1×1024, where eager recipes wait for the host.
 
     python -m snippets.checkpointing.lengths            # a CUDA GPU with 130 GiB, about 7 minutes
     python -m snippets.checkpointing.lengths --smoke
@@ -10,19 +10,24 @@ from snippets.checkpointing import pareto
 from snippets.measure import Tables, cli
 
 EXPERIMENT = {
-    "title": "2×4096 与 1×16384 的显存与时间",
+    "title": "1×1024、2×4096 与 1×16384 的显存与时间",
     "needs": "cuda",
     "memory_gib": 130,
     "minutes": 7,
     "full": {
-        "size": "8b", "layers": 36, "shapes": [[2, 4096], [1, 16384]], "steps": 3, "cost_rounds": 10,
-        "recipes": [
-            "hf none", "hf full", "hf selective", "liger none", "liger full", "ours none", "ours full", "ours keep", "ours plan 17",
+        "size": "8b", "layers": 36, "cost_rounds": 10,
+        "cases": [
+            [1, 1024, 10, [
+                "hf none", "hf none under graph", "hf full", "hf full under graph", "hf selective", "hf selective under graph",
+                "ours none", "ours none under graph", "ours full", "ours full under graph", "ours keep", "ours keep under graph",
+            ]],
+            [2, 4096, 3, ["hf none", "hf full", "hf selective", "liger none", "liger full", "ours none", "ours full", "ours keep", "ours plan 17"]],
+            [1, 16384, 3, ["hf none", "hf full", "hf selective", "liger none", "liger full", "ours none", "ours full", "ours keep", "ours plan 17"]],
         ],
         "compiled": [],
     },
     "smoke": {
-        "size": "tiny", "layers": 2, "shapes": [[1, 8]], "steps": 2, "cost_rounds": 5, "recipes": ["hf none", "ours keep"], "compiled": [],
+        "size": "tiny", "layers": 2, "cost_rounds": 5, "cases": [[1, 8, 2, ["hf none", "ours keep"]]], "compiled": [],
     },
     "tables": {
         "runs": {

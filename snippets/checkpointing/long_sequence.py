@@ -15,14 +15,11 @@ EXPERIMENT = {
     "memory_gib": 130,
     "minutes": 8,
     "full": {
-        "size": "8b", "layers": 36, "shapes": [[1, 32768]], "steps": 3, "cost_rounds": 5,
-        "recipes": [
-            "hf full", "liger full", "ours full", "ours keep", "ours plan 17", "ours plan 100",
-        ],
-        "compiled": [],
+        "size": "8b", "layers": 36, "cost_rounds": 5,
+        "cases": [[1, 32768, 3, ["hf full", "liger full", "ours full", "ours keep", "ours plan 17", "ours plan 100"]]], "compiled": [],
     },
     "smoke": {
-        "size": "tiny", "layers": 2, "shapes": [[1, 8]], "steps": 2, "cost_rounds": 5, "recipes": ["hf none", "ours keep"], "compiled": [],
+        "size": "tiny", "layers": 2, "cost_rounds": 5, "cases": [[1, 8, 2, ["hf none", "ours keep"]]], "compiled": [],
     },
     "tables": {
         "runs": {

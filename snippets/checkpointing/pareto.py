@@ -29,18 +29,18 @@ EXPERIMENT = {
     "memory_gib": 100,
     "minutes": 8,
     "full": {
-        "size": "8b", "layers": 36, "shapes": [[1, 4096]], "steps": 4, "cost_rounds": 20,
-        "recipes": [
+        "size": "8b", "layers": 36, "cost_rounds": 20,
+        "cases": [[1, 4096, 4, [
             "hf none", "hf full", "hf every2", "hf every4", "hf attention", "hf mlp", "hf selective", "hf offload",
             "liger none", "liger full", "liger every2", "liger selective",
             "ours none", "ours full", "ours keep", "ours plan 2.8", "ours plan 4", "ours plan 6", "ours plan 9", "ours plan 12", "ours plan 16",
             "hf none under graph", "hf full under graph", "liger full under graph", "ours none under graph", "ours plan 2.8 under graph", "ours plan 9 under graph",
-        ],
+        ]]],
         "compiled": ["compiled 1 flops", "compiled 0.5 flops", "compiled 0.3 flops", "compiled 0 flops", "compiled 0.3 profile"],
     },
     "smoke": {
-        "size": "tiny", "layers": 2, "shapes": [[1, 8]], "steps": 2, "cost_rounds": 5,
-        "recipes": ["hf none", "hf selective", "ours none", "ours keep gate+up", "ours plan 1", "ours none under graph"],
+        "size": "tiny", "layers": 2, "cost_rounds": 5,
+        "cases": [[1, 8, 2, ["hf none", "hf selective", "ours none", "ours keep gate+up", "ours plan 1", "ours none under graph"]]],
         "compiled": [],
     },
     "tables": {
@@ -150,15 +150,14 @@ def stores(each: Sequence[policies.Policy] | None) -> str:
     return ", ".join(f"{n} × {name}" for n, name in runs)
 
 
-def measure(*, size: str, layers: int, shapes: list[list[int]], steps: int, cost_rounds: int, recipes: list[str], compiled: list[str]) -> Tables:
-    """Run every recipe at every shape.
+def measure(*, size: str, layers: int, cost_rounds: int, cases: list[list[Any]], compiled: list[str]) -> Tables:
+    """Run the recipes of every case.
 
     Args:
         size, layers: "8b" or "tiny", and its number of decoder layers.
-        shapes: [batch, sequence] each.
-        steps: timed steps per visit; each recipe is visited twice, a compiled one once with twice the steps.
         cost_rounds: timed runs of each part whose cost the planner needs.
-        recipes, compiled: names as in ``recipes``.
+        cases: [batch, sequence, steps, recipes] each; ``steps`` are timed in each of the two visits to a recipe.
+        compiled: recipes that every case also visits, once, with twice the steps.
 
     Returns:
         ``runs``: per recipe the step time, the peak above weights and gradients, both against "hf none", whether it fits
@@ -168,7 +167,7 @@ def measure(*, size: str, layers: int, shapes: list[list[int]], steps: int, cost
     """
     model = prepare(size, layers)
     tables: Tables = {"runs": [], "visits": []}
-    for batch, sequence in shapes:
+    for batch, sequence, steps, recipes in cases:
         costs = None
         if any(" plan " in name for name in recipes):
             measured = costs_module.measure(size=size, shapes=[[batch, sequence]], rounds=cost_rounds)

@@ -353,12 +353,8 @@ def determinism(model: nn.Module, ids: Tensor) -> Measured:
     """Run twice, compare bits. A race or an atomic add shows here and in no tolerance test."""
     for name, kinds in {"HF": (), "融合 kernel": KINDS}.items():
         for strict in (False, True):
-            torch.use_deterministic_algorithms(strict, warn_only=True)
-            try:
-                with kernels_on(model, *kinds):
-                    (loss, first), (again, second) = gradients(model, ids), gradients(model, ids)
-            finally:
-                torch.use_deterministic_algorithms(False)
+            with measure_module.deterministic(strict), kernels_on(model, *kinds):
+                (loss, first), (again, second) = gradients(model, ids), gradients(model, ids)
             moved = sum(not torch.equal(first[n], second[n]) for n in first)
             note = f"{len(first)} 个参数；loss 逐位{'相同' if loss == again else '不同'}"
             mode = "use_deterministic_algorithms" if strict else "默认设置"

@@ -76,6 +76,32 @@ def test_it_is_the_model_s_own_loss(scale):
         torch.testing.assert_close(p.grad, want[n], rtol=1e-4, atol=1e-7)  # HF's loss is in fp32 even here
 
 
+def test_what_has_no_effect_or_no_backward_is_refused_before_anything_is_added():
+    model = qwen3.tiny()
+    ids = torch.randint(0, 512, (1, 5))
+    with pytest.raises(ValueError, match="logits_to_keep"):
+        loss_and_backward(model, ids, logits_to_keep=2)
+    with pytest.raises(RuntimeError, match="no_grad"), torch.no_grad():
+        loss_and_backward(model, ids)
+    with pytest.raises(RuntimeError, match="autocast"), torch.autocast("cpu", torch.bfloat16):
+        loss_and_backward(model, ids)
+    model.lm_head.weight.register_hook(lambda g: g * 0)
+    with pytest.raises(RuntimeError, match="hooks"):
+        loss_and_backward(model, ids)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_another_ignore_index_and_a_frozen_decoder():
+    model = qwen3.tiny()
+    model.model.requires_grad_(False)
+    ids = torch.randint(0, 3, (2, 9), generator=torch.Generator().manual_seed(0))
+    logits = model(ids, use_cache=False).logits[:, :-1].flatten(0, 1)
+    want = torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), ignore_index=0)
+    (gradient,) = torch.autograd.grad(want, model.lm_head.weight)
+    torch.testing.assert_close(loss_and_backward(model, ids, ignore_index=0), want.detach(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(model.lm_head.weight.grad, gradient, rtol=1e-4, atol=1e-7)
+
+
 @pytest.mark.gpu
 def test_memory_is_one_slice_and_nothing_syncs():
     rows, width, vocabulary = 4096, 1024, 65536
