@@ -9,6 +9,7 @@ gradients are fp32 under bf16 weights, here both have one dtype.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from snippets.checkpointing.policies import Applied
+from snippets.checkpointing.switching import restore
 from snippets.kernels.common import first_derivative_only
 
 
@@ -27,10 +29,14 @@ def add_product(weight: Tensor, dy: Tensor, x: Tensor) -> None:
         weight: ``[out, in]``, its gradient may be absent.
         dy: ``[rows, out]``; x: ``[rows, in]``; both of the weight's dtype.
     """
-    if weight.grad is None:
-        weight.grad = dy.T @ x
-    else:
+    if weight.grad is not None and weight.grad.dtype == dy.dtype:
         weight.grad.addmm_(dy.T, x)
+        return
+    product = dy.T @ x
+    if weight.grad is not None:  # gradients of another dtype, such as fp32 under bf16 weights
+        weight.grad.add_(product)
+    else:
+        weight.grad = product.to(getattr(weight, "grad_dtype", None) or weight.dtype)
 
 
 class _Linear(torch.autograd.Function):
@@ -51,16 +57,26 @@ class _Linear(torch.autograd.Function):
         dw = None
         if ctx.needs_input_grad[1]:
             rows, columns = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
-            if watched(weight):
-                dw = rows.T @ columns
-            else:
+            adds = None if watched(weight) else will_accumulate(ctx.next_functions[1][0])
+            if adds:
                 add_product(weight, rows, columns)
+            elif adds is None:
+                dw = rows.T @ columns
         return dx, dw
 
 
 def watched(weight: Tensor) -> bool:
     """Whether something waits for this gradient, so that autograd has to pass it on: hooks, or what made the weight."""
     return not weight.is_leaf or bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
+
+
+def will_accumulate(node: torch.autograd.graph.Node) -> bool | None:
+    """Whether the running backward adds to the leaf of this AccumulateGrad node: not for ``backward(inputs=...)`` of
+    other leaves (False), nor where ``torch.autograd.grad`` wants the gradient itself (None)."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # how torch says that it is captured
+        return None
 # --8<-- [end:accumulate]
 
 
@@ -77,8 +93,8 @@ class AccumulatingLinear(torch.nn.Linear):
 def accumulate(model: torch.nn.Module) -> Applied:
     """Let all linear modules without bias add their weight gradients in place.
 
-    For a training loop that calls ``backward()`` in one process: ``torch.autograd.grad`` with respect to such a weight,
-    and wrappers that hang on autograd's accumulation (DDP, FSDP) are not served; tensor hooks on a weight are.
+    For a training loop that calls ``backward()`` in one process: wrappers that hang on autograd's accumulation (DDP,
+    FSDP) are not served. Tensor hooks on a weight, ``torch.autograd.grad`` and gradients of another dtype are, the usual way.
 
     Returns:
         A switch whose ``off()`` restores the modules; also a context manager.
@@ -94,5 +110,5 @@ def accumulate(model: torch.nn.Module) -> Applied:
     undo: list[Callable[[], None]] = []
     for module in modules:
         module.__class__ = AccumulatingLinear
-        undo.append(lambda m=module: setattr(m, "__class__", torch.nn.Linear))
+        undo.append(functools.partial(restore, module, AccumulatingLinear, torch.nn.Linear, "accumulate"))
     return Applied(undo)

@@ -10,6 +10,7 @@ layer and after the last. Gradients exist and are added to, as in a micro-step o
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -53,10 +54,11 @@ HELPERS = {"rope": ("qn", "kn"), "h2": ("o",)}
 class _Recorded(LayerHooks):
     """Keeps the last forward's nodes, which otherwise go when the layer ends."""
 
-    def _leave(self, *_):
-        if self._frames:
+    @contextlib.contextmanager
+    def _frame(self, *call):
+        with super()._frame(*call):
             self.last = self._frames[-1]
-        super()._leave()
+            yield
 
 
 def flop(module: torch.nn.Module | None, tokens: int) -> int:

@@ -19,20 +19,24 @@ output and log-sum-exp are always stored, for they are the expensive ones):
     ln2   from h2                      gate, up  from ln2             product  from gate and up
 
 The identity of a tensor is its storage; a weak reference to it costs no memory and is never reused
-while it is held.
+while it is held. Torch's version counters tell whether it was written to since: within the forward it then counts as
+another tensor, which is stored; between forward and backward, like a changed weight, it is an error.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from snippets.checkpointing.switching import PolicyError, covered_by, switch_class
 
 # What a policy may keep or drop, in the order of the forward.
 TENSORS = ("ln1", "q", "k", "v", "rope", "h2", "ln2", "gate", "up", "product")
@@ -45,33 +49,46 @@ class Node:
     was made again is kept for the next one.
     """
 
-    __slots__ = ("name", "value", "recipe", "shape", "stride", "waiting", "__weakref__")
+    __slots__ = ("name", "value", "recipe", "shape", "stride", "offset", "version", "waiting", "__weakref__")
 
     def __init__(self, name: str, made: Tensor, recipe: Recipe | None):
         self.name, self.recipe = name, recipe
         self.value = made.detach() if recipe is None else None
-        self.shape, self.stride, self.waiting = made.shape, made.stride(), 0
+        self.shape, self.stride, self.offset = made.shape, made.stride(), made.storage_offset()
+        self.version, self.waiting = made._version, 0
 
     def get(self) -> Tensor:
         """The stored tensor, or the one made again.
 
         Raises:
-            RuntimeError: the recipe gave another shape or layout than the forward.
+            RuntimeError: the recipe gave another shape or layout than the forward, or what is stored was written to.
         """
-        return self.value if self.recipe is None or self.value is not None else self.recipe.make(self)
+        if self.recipe is not None:
+            return self.recipe.make(self) if self.value is None else self.value
+        if self.value._version != self.version:
+            raise RuntimeError(f"on_demand: {self.name} was written to in place between the forward and the backward; clone it before")
+        return self.value
 
 
 class Recipe:
     """How some tensors of the forward are made: a function and its arguments, as they were then."""
 
-    __slots__ = ("function", "arguments", "outputs", "made")
+    __slots__ = ("function", "arguments", "outputs", "made", "versions")
 
     def __init__(self, function: Callable[..., Any], arguments: Sequence[Any], made: Callable[[], None]):
         self.function, self.arguments, self.made = function, arguments, made
         self.outputs: list[weakref.ref[Node]] = []  # weak: each of them holds this recipe
+        module = getattr(function, "__self__", None)  # a module's forward reads its weights again
+        own = module._parameters.values() if isinstance(module, torch.nn.Module) else ()
+        self.versions = [(t, t._version) for t in (*own, *(a for a in arguments if isinstance(a, Tensor))) if t is not None]
 
     def make(self, wanted: Node) -> Tensor:
         """Run the function; its other outputs stay too where a note waits for them."""
+        if any(t._version != version for t, version in self.versions):
+            raise RuntimeError(
+                f"on_demand: a weight or an input of {wanted.name} was changed between the forward and the backward "
+                "(optimizer.step()?), so it cannot be made again"
+            )
         with torch.no_grad():
             out = self.function(*(a.open() if isinstance(a, View) else a for a in self.arguments))
         self.made()
@@ -98,7 +115,7 @@ class View:
     __slots__ = ("node", "size", "stride", "offset")
 
     def __init__(self, node: Node, of: Tensor):
-        self.node, self.size, self.stride, self.offset = node, of.size(), of.stride(), of.storage_offset()
+        self.node, self.size, self.stride, self.offset = node, of.size(), of.stride(), of.storage_offset() - node.offset
 
     def open(self) -> Tensor:
         """The tensor itself."""
@@ -139,12 +156,16 @@ class Frame:
     def _argument(self, a: Any) -> Any:
         if not isinstance(a, Tensor):
             return a
-        node = self.nodes.get(StorageWeakRef(a.untyped_storage()))
+        node = self._find(a)
         return a.detach() if node is None else View(node, a)
+
+    def _find(self, tensor: Tensor) -> Node | None:
+        node = self.nodes.get(StorageWeakRef(tensor.untyped_storage()))
+        return node if node is not None and node.version == tensor._version else None
 
     def pack(self, tensor: Tensor) -> Tensor | View:
         """What the autograd graph stores in place of ``tensor``."""
-        node = self.nodes.get(StorageWeakRef(tensor.untyped_storage()))
+        node = self._find(tensor)
         if node is None or node.recipe is None:
             # An operator's own output would hold the operator, which holds it: a cycle that no collector sees, so a
             # graph that is dropped without a backward would stay for good.
@@ -179,56 +200,74 @@ class LayerHooks:
     ``recomputed`` counts, by name, how often something was made again.
 
     Raises:
-        ValueError: an unknown name, a layer without the kernels (its operators save tensors of their
+        PolicyError: an unknown name, a layer without the kernels (its operators save tensors of their
             own that nobody outside can make again), or one that another checkpoint covers already.
     """
 
     def __init__(self, layer: torch.nn.Module, keep: Iterable[str]):
         keep = frozenset(keep)
         if unknown := sorted(keep - set(TENSORS)):
-            raise ValueError(f"on_demand: unknown tensors {', '.join(unknown)}; known: {', '.join(TENSORS)}")
+            raise PolicyError(f"on_demand: unknown tensors {', '.join(unknown)}; known: {', '.join(TENSORS)}")
         attention, mlp = layer.self_attn, layer.mlp
+        if by := covered_by((layer, attention, mlp)):
+            raise PolicyError(f"on_demand: this layer is under {by} already; call its off() first")
         parts = (layer.input_layernorm, layer.post_attention_layernorm, attention.q_norm, attention.k_norm, attention, mlp)
         if plain := [type(p).__name__ for p in parts if not type(p).__name__.startswith("Fused")]:
-            raise ValueError(
+            raise PolicyError(
                 f"on_demand: {plain[0]} is not one of this project's kernels; call snippets.kernels.patch(model) first"
             )
         if getattr(layer, "gradient_checkpointing", False):
-            raise ValueError("on_demand: this layer is checkpointed as a block; call model.gradient_checkpointing_disable()")
+            raise PolicyError("on_demand: this layer is checkpointed as a block; call model.gradient_checkpointing_disable()")
         self.layer, self.keep = layer, keep
         self.recomputed: dict[str, int] = {}
         self._frames: list[Frame] = []  # more than one only if a layer's forward calls the layer
-        self._hooks: list[torch.autograd.graph.saved_tensors_hooks] = []
-        self._classes = [(attention, type(attention)), (mlp, type(mlp))]
-        attention.__class__ = self._announcing(type(attention), "apply_rotary_pos_emb", "rope")
-        mlp.__class__ = self._announcing(type(mlp), "swiglu", "product")
+        self._undo: list[Callable[[], None]] = []
+        try:
+            self._switch(layer, attention, mlp)
+        except BaseException:
+            self.off()
+            raise
+
+    def off(self) -> None:
+        """Restore the layer.
+
+        Raises:
+            PolicyError: one of its modules was switched to something else since; then call again after that one's off().
+        """
+        while self._undo:
+            self._undo[-1]()
+            self._undo.pop()
+
+    def _switch(self, layer: torch.nn.Module, attention: torch.nn.Module, mlp: torch.nn.Module) -> None:
         # prepend: other hooks may replace what they see, so these come first on an output and on what enters a norm. What
         # a hook puts in a tensor's place is no node, and is stored.
-        self._handles = [
-            layer.register_forward_pre_hook(self._enter, with_kwargs=True),
-            layer.register_forward_hook(self._leave, always_call=True),
+        handles = [
             layer.input_layernorm.register_forward_pre_hook(self._before_ln1, prepend=True),
             layer.post_attention_layernorm.register_forward_pre_hook(self._before_ln2, prepend=True),
         ]
         made = {"ln1": layer.input_layernorm, "q": attention.q_proj, "k": attention.k_proj, "v": attention.v_proj,
                 "qn": attention.q_norm, "kn": attention.k_norm, "o": attention.o_proj,
                 "ln2": layer.post_attention_layernorm, "gate": mlp.gate_proj, "up": mlp.up_proj}  # fmt: skip
-        self._handles += [m.register_forward_hook(functools.partial(self._after, name), prepend=True) for name, m in made.items()]
+        handles += [m.register_forward_hook(functools.partial(self._after, name), prepend=True) for name, m in made.items()]
+        self._undo += [h.remove for h in handles]
+        for module, called, name in ((attention, "apply_rotary_pos_emb", "rope"), (mlp, "swiglu", "product")):
+            self._undo.append(self._announcing(module, called, name))
 
-    def off(self) -> None:
-        """Take the hooks out again."""
-        for handle in self._handles:
-            handle.remove()
-        for module, before in self._classes:
-            module.__class__ = before
+        def call(module, *arguments, **keywords):
+            with self._frame(module, arguments, keywords):
+                return super(ours, module).__call__(*arguments, **keywords)
 
-    def _announcing(self, base: type, called: str, name: str) -> type:
-        """``base`` with one function wrapped that its forward calls, rotary or swiglu: these two are no modules.
+        # No hooks for this: torch skips even always_call=True hooks on KeyboardInterrupt, and pack would stay on.
+        ours, undo = switch_class(layer, "Keep", {"__call__": call})
+        self._undo.append(undo)
 
-        As in ``kernels.patch``: the same code object with a copy of its globals in which one name differs. Its call notes
+    def _announcing(self, module: torch.nn.Module, called: str, name: str) -> Callable[[], None]:
+        """Wrap one function that the module's forward calls, rotary or swiglu: these two are no modules.
+
+        As in ``kernels.patch``: the same code object with a copy of its globals in which one name differs. The call notes
         what it returns after all hooks, for the residual addition.
         """
-        forward = base.forward
+        forward = type(module).forward
         function = forward.__globals__[called]
         frames = self._frames
 
@@ -247,21 +286,26 @@ class LayerHooks:
         scope = {**forward.__globals__, called: announced}
         method = types.FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__)
         method.__kwdefaults__ = forward.__kwdefaults__
-        ours = type(base.__name__, (base,), {"forward": method, "__call__": call, "__module__": base.__module__})
-        return ours
+        ours, undo = switch_class(module, "Keep", {"forward": method, "__call__": call})
+        return undo
 
-    # ---------------------------------------------------------------- hooks, in the order of a forward
-
-    def _enter(self, layer, args, kwargs):
+    @contextlib.contextmanager
+    def _frame(self, layer: torch.nn.Module, arguments: Sequence[Any], keywords: dict[str, Any]) -> Iterator[None]:
         if not (layer.training and torch.is_grad_enabled()):
+            yield
             return
-        hidden = args[0] if args else kwargs["hidden_states"]
+        hidden = arguments[0] if arguments else keywords["hidden_states"]
         if torch.is_autocast_enabled(hidden.device.type):
             raise RuntimeError("on_demand: autocast is off again when the backward recomputes; train in pure bf16 or fp32")
         frame = Frame(self.keep, self.recomputed)
         self._frames.append(frame)
-        self._hooks.append(torch.autograd.graph.saved_tensors_hooks(frame.pack, unpack))
-        self._hooks[-1].__enter__()
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(frame.pack, unpack):
+                yield
+        finally:
+            self._frames.pop()
+
+    # ---------------------------------------------------------------- hooks, in the order of a forward
 
     def _after(self, name, module, args, out):
         if self._frames:
@@ -277,8 +321,3 @@ class LayerHooks:
             frame = self._frames[-1]
             frame.record("h2", args[:1], torch.add, (frame.entered, frame.attended))
             frame.entered = frame.attended = None
-
-    def _leave(self, *_):
-        if self._frames:
-            self._frames.pop()
-            self._hooks.pop().__exit__(None, None, None)

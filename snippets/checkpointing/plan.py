@@ -146,12 +146,15 @@ def predict(costs: Costs, chosen: Sequence[Option]) -> Plan:
     return Plan(tuple(chosen), peak, time)
 
 
-def plan(costs: Costs, budget_bytes: int) -> Plan:
+def plan(costs: Costs, budget_bytes: float) -> Plan:
     """The fastest configuration whose predicted peak fits the budget.
 
     Raises:
-        PlanError: not even the smallest configuration fits; the message says what it needs.
+        PlanError: not even the smallest configuration fits; the message says what it needs. Or the budget is no number.
     """
+    if not math.isfinite(budget_bytes):
+        raise PlanError(f"a budget of {budget_bytes} bytes: give a finite number")
+    budget_bytes = int(budget_bytes)
     choices = options(costs)
     unit = math.gcd(*(o.stored for o in choices))
     slots = min(budget_bytes, costs.layers * max(o.stored for o in choices)) // unit + 1

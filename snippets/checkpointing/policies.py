@@ -24,22 +24,24 @@ import torch
 from torch.utils import checkpoint as torch_checkpoint
 
 from snippets.checkpointing.on_demand import TENSORS, LayerHooks
-
-
-class PolicyError(ValueError):
-    """A policy that would do something else than it says; the message says what to write instead."""
+from snippets.checkpointing.switching import PolicyError, covered_by, switch_class
 
 
 class Applied:
-    """A policy in one model. ``off()`` may be called more than once."""
+    """A policy in one model. ``off()`` may be called more than once, also after it has raised."""
 
     def __init__(self, undo: Sequence[Callable[[], None]]):
         self._undo = list(undo)
 
     def off(self) -> None:
-        """Restore the model."""
+        """Restore the model.
+
+        Raises:
+            PolicyError: something was put on top since; take that out and call again. Nothing is lost by the failed call.
+        """
         while self._undo:
-            self._undo.pop()()
+            self._undo[-1]()
+            self._undo.pop()
 
     def __enter__(self) -> Applied:
         return self
@@ -139,6 +141,8 @@ class Block:
 
 
 def _switch_on(layer: torch.nn.Module, function: Callable[..., Any]) -> Callable[[], None]:
+    if by := covered_by((layer, layer.self_attn, layer.mlp)):
+        raise PolicyError(f"this layer is under {by} already; call its off() first")
     before = {k: layer.__dict__[k] for k in ("gradient_checkpointing", "_gradient_checkpointing_func") if k in layer.__dict__}
     layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, function
 
@@ -174,9 +178,8 @@ class SubBlock:
     def attach(self, layer: torch.nn.Module) -> Callable[[], None]:
         """Give the half a subclass whose call goes through ``checkpoint``."""
         module = layer.self_attn if self.part == "attention" else layer.mlp
-        base = type(module)
-        if "forward" in module.__dict__:
-            raise PolicyError(f"{base.__name__} has a forward of its own (a wrapper of another library); remove that first")
+        if by := covered_by((layer, module)):
+            raise PolicyError(f"SubBlock: this layer is under {by} already; call its off() first")
         preserve = self.preserve_rng_state
 
         def call(self, *arguments, **keywords):
@@ -185,12 +188,7 @@ class SubBlock:
                 return run(*arguments)
             return torch_checkpoint.checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=preserve)
 
-        ours = type(base.__name__, (base,), {"__call__": call, "__module__": base.__module__})
-        module.__class__ = ours
-
-        def undo() -> None:
-            module.__class__ = base
-
+        ours, undo = switch_class(module, f"SubBlock({self.part!r})", {"__call__": call})
         return undo
 # --8<-- [end:sub_block]
 
@@ -345,10 +343,7 @@ class Keep:
 
     def attach(self, layer: torch.nn.Module) -> Callable[[], None]:
         """Hook the layer; see ``on_demand``."""
-        try:
-            return LayerHooks(layer, self.tensors).off
-        except ValueError as error:
-            raise PolicyError(str(error)) from error
+        return LayerHooks(layer, self.tensors).off
 # --8<-- [end:keep]
 
 

@@ -6,6 +6,7 @@ import torch
 from snippets import qwen3
 from snippets.checkpointing import policies as p
 from snippets.checkpointing.accumulate import AccumulatingLinear, accumulate
+from snippets.checkpointing.switching import PolicyError, switch_class
 from snippets.kernels import patch
 
 IDS = torch.randint(0, 512, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -79,6 +80,55 @@ def test_a_weight_that_is_made_of_others_passes_its_gradient_on():
         if switch:
             switch.off()
     torch.testing.assert_close(got[1], got[0])
+
+
+@pytest.mark.parametrize("how", ["grad of the input", "grad of the weights", "backward for the embedding alone"])
+def test_only_the_gradients_that_were_asked_for(how):
+    model = qwen3.tiny()
+    embedding, weight = model.model.embed_tokens.weight, model.model.layers[0].mlp.up_proj.weight
+
+    def run():
+        model.zero_grad()
+        loss = model(IDS, labels=IDS, use_cache=False).loss
+        if how == "backward for the embedding alone":
+            loss.backward(inputs=[embedding])
+            return [embedding.grad]
+        return torch.autograd.grad(loss, [embedding] if how == "grad of the input" else [weight, model.lm_head.weight])
+
+    want = run()
+    with accumulate(model):
+        got = run()
+    assert {n for n, q in model.named_parameters() if q.grad is not None} <= {"model.embed_tokens.weight"}
+    assert (weight.grad, model.lm_head.weight.grad) == (None, None)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("policy", [p.Nothing(), p.Block(), p.Keep()], ids=lambda x: x.name)
+def test_gradients_of_another_dtype_under_the_weights(policy):
+    model = qwen3.tiny().double()
+    weights = [m.weight for m in model.modules() if type(m) is torch.nn.Linear]
+    if not hasattr(weights[0], "grad_dtype"):
+        pytest.skip("this torch has no grad_dtype")
+    want = gradients(model)
+    for w in weights:
+        w.grad, w.grad_dtype = None, torch.float32
+    with patch(model), p.apply(model, policy), accumulate(model):
+        got = gradients(model, 2)
+    assert all(w.grad.dtype == torch.float32 for w in weights)
+    assert got.keys() == want.keys() and all(g.isfinite().all() for g in got.values())
+
+
+def test_switches_on_top_are_not_overrun():
+    model = qwen3.tiny()
+    switch = accumulate(model)
+    module = model.model.layers[0].mlp.up_proj
+    _, undo = switch_class(module, "another", {})
+    with pytest.raises(PolicyError, match="switched by another since"):
+        switch.off()
+    undo()
+    switch.off()
+    assert not any(isinstance(m, AccumulatingLinear) for m in model.modules())
 
 
 def test_no_second_derivative_and_no_second_switch():

@@ -114,15 +114,16 @@ def test_a_second_backward_and_an_evaluation(model):
         assert model(IDS).logits.isfinite().all()
 
 
-def test_an_exception_in_a_layer_leaves_no_hook_on(model):
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_an_exception_in_a_layer_leaves_no_hook_on(model, error):
     hooks = hooked(model, ())
     down = model.model.layers[1].mlp.down_proj
 
     def burst(*_):
-        raise ZeroDivisionError
+        raise error
 
     handle = down.register_forward_hook(burst)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(error):
         gradients(model)
     handle.remove()
     assert not any(each._frames for each in hooks)
@@ -161,6 +162,67 @@ def test_hooks_of_others_keep_their_effect(model, path, output, late):
     for each in hooks:
         each.off()
     assert same(got, gradients(model))
+
+
+@pytest.mark.parametrize("name", ["self_attn.q_proj", "self_attn.k_norm", "input_layernorm", "mlp.gate_proj", "mlp.up_proj"])
+def test_a_weight_that_changed_in_between_is_refused(model, name):
+    hooked(model, ())
+    loss = model(IDS, labels=IDS, use_cache=False).loss
+    with torch.no_grad():
+        model.model.layers[0].get_submodule(name).weight.mul_(2)
+    with pytest.raises(RuntimeError, match="changed between the forward and the backward|modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("path", ["", "self_attn", "mlp.gate_proj", "mlp.up_proj"])
+@pytest.mark.parametrize("keep", [(), ("gate", "up", "h2")])
+def test_what_is_written_in_place_during_the_forward(model, path, keep):
+    """Another hook writes into what a module gave or got: that is what the backward has to see."""
+
+    def scale(module, arguments, out=None):
+        value = out if out is not None else arguments[0]
+        with torch.no_grad():
+            (value[0] if isinstance(value, tuple) else value).mul_(1.5)
+
+    for layer in model.model.layers:
+        module = layer.get_submodule(path)
+        (module.register_forward_hook if path else module.register_forward_pre_hook)(scale)
+    hooks = hooked(model, keep)
+    got = gradients(model)
+    for each in hooks:
+        each.off()
+    assert same(got, gradients(model))
+
+
+def test_what_is_written_in_place_after_the_forward_is_refused(model):
+    hooked(model, ("gate", "up"))
+    seen = []
+    model.model.layers[0].register_forward_pre_hook(lambda m, a: seen.append(a[0]))
+    loss = model(IDS, labels=IDS, use_cache=False).loss
+    with torch.no_grad():
+        seen[0].add_(1)
+    with pytest.raises(RuntimeError, match="h was written to in place|modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_layer_input_that_is_part_of_a_larger_tensor(model):
+    """A stored tensor with an offset into its storage."""
+    layer = model.model.layers[0]
+    rotary = model.model.rotary_emb
+    large = torch.randn(2, 8, model.config.hidden_size)
+
+    def run():
+        model.zero_grad()
+        x = large[1:]
+        out = layer(x, position_embeddings=rotary(x, torch.arange(8)[None]), attention_mask=None)
+        out.sum().backward()
+        return None, {n: q.grad.clone() for n, q in layer.named_parameters()}
+
+    expected = run()[1]
+    hooks = LayerHooks(layer, ())
+    got = run()[1]
+    hooks.off()
+    assert all(torch.equal(got[n], expected[n]) for n in expected)
 
 
 def test_refusals(model):

@@ -54,6 +54,18 @@ def test_no_option_is_beaten_by_another():
     assert found[-1].policy.name == "none" and found[-1].extra_us == 0
 
 
+@pytest.mark.parametrize("budget", [float("nan"), float("inf")])
+def test_a_budget_that_is_no_number(budget):
+    with pytest.raises(PlanError, match="finite number"):
+        plan(some(), budget)
+
+
+def test_a_budget_with_a_fraction_is_cut_to_bytes():
+    costs = some(1)
+    least = min(predict(costs, [o] * 3).peak_bytes for o in options(costs))
+    assert plan(costs, least + 0.5) == plan(costs, least)
+
+
 def test_more_memory_is_never_slower_and_too_little_is_refused():
     costs = some(1, layers=5)
     times = []

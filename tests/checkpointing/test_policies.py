@@ -1,11 +1,15 @@
 """Every granularity: same bits, restores the model, recomputes what it says, refuses what goes wrong silently."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from snippets import qwen3
 from snippets.checkpointing import policies as p
+from snippets.checkpointing.switching import switch_class
 from snippets.kernels import patch
 
 IDS = torch.randint(0, 512, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -165,3 +169,52 @@ def test_the_keywords_that_fall_back_to_reentrant():
     for sound in (None, {"use_reentrant": False, "preserve_rng_state": False}):
         model.gradient_checkpointing_enable(sound)
         p.audit(model)
+
+
+ON_TOP = [(p.Keep(), p.Keep()), (p.Keep(), p.SubBlock("mlp")), (p.Keep(), p.Block()), (p.SubBlock("mlp"), p.SubBlock("mlp")),
+          (p.SubBlock("attention"), p.Keep()), (p.SubBlock("mlp"), p.Selective(p.MATMUL))]  # fmt: skip
+
+
+@pytest.mark.parametrize(("first", "second"), ON_TOP, ids=lambda x: x.name)
+def test_a_second_policy_on_the_same_part_is_refused(first, second):
+    model = qwen3.tiny()
+    with patch(model), p.apply(model, first):
+        inside = state(model)
+        with pytest.raises(p.PolicyError, match=rf"under {type(first).__name__}.* already; call its off"):
+            p.apply(model, second)
+        assert state(model) == inside
+
+
+def test_two_halves_by_two_policies():
+    model = qwen3.tiny()
+    before, expected = state(model), gradients(model)
+    with p.apply(model, p.SubBlock("mlp")), p.apply(model, p.SubBlock("attention")):
+        assert same(gradients(model), expected)
+    assert state(model) == before
+
+
+@pytest.mark.parametrize("policy", [p.SubBlock("mlp"), p.Keep()], ids=lambda x: x.name)
+def test_taken_out_in_another_order_it_says_so_and_can_be_taken_out_later(policy):
+    model = qwen3.tiny()
+    before = state(model)
+    patched = patch(model)
+    applied = p.apply(model, policy)
+    undone = [switch_class(layer.mlp, "another", {})[1] for layer in model.model.layers]
+    with pytest.raises(p.PolicyError, match="switched by another since; call that one's off"):
+        applied.off()
+    for undo in undone:
+        undo()
+    applied.off()
+    patched.off()
+    assert state(model) == before
+
+
+@pytest.mark.parametrize("policy", [p.SubBlock("attention"), p.Keep()], ids=lambda x: x.name)
+@pytest.mark.parametrize("how", [copy.deepcopy, pickle.dumps])
+def test_copies_under_a_policy_are_refused_and_the_state_dict_is_not(policy, how):
+    model = qwen3.tiny()
+    with patch(model), p.apply(model, policy):
+        with pytest.raises(TypeError, match="under .* can be neither copied nor pickled"):
+            how(model.model.layers[0])
+        how(model.state_dict())
+    copy.deepcopy(model)
