@@ -2,8 +2,9 @@
 
 Recompute runs the same kernels on the same bits, so the gradients must have the same bits, as long as every kernel
 gives the same result twice. Where one doesn't (atomic additions), the un-checkpointed step differs from
-itself too; that repetition is the control, and a recipe may differ by no more. Both torch's default and
-``torch.use_deterministic_algorithms`` are run.
+itself too; that repetition is the control, and a recipe may differ by no more. Run three times: by torch's default, under
+``torch.use_deterministic_algorithms(True, warn_only=True)``, where cuDNN's attention stays and only warns that its
+backward adds in any order, and without ``warn_only``, where torch takes flash attention in a fixed order instead.
 
     python -m snippets.checkpointing.agreement            # a CUDA GPU with 100 GiB, about two minutes
     python -m snippets.checkpointing.agreement --smoke
@@ -11,8 +12,10 @@ itself too; that repetition is the control, and a recipe may differ by no more. 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -46,7 +49,17 @@ EXPERIMENT = {
     },
 }  # fmt: skip
 
+MODES = ("off", "warn only", "strict")
 SLACK = 1.5  # of Gate 2: how far an rms may exceed the control's where nothing is deterministic
+
+
+@contextlib.contextmanager
+def algorithms(mode: str) -> Iterator[None]:
+    """Run the body under one of ``MODES``."""
+    with deterministic(mode != "off"):
+        if mode == "strict":
+            torch.use_deterministic_algorithms(True)  # the context above restores what was before
+        yield
 
 
 def gradients(model: torch.nn.Module, name: str, ids: torch.Tensor) -> torch.Tensor:
@@ -89,10 +102,10 @@ def measure(*, size: str, layers: int, batch: int, sequence: int, recipes: dict[
     model = prepare(size, layers)
     (ids,) = batches_of(model, batch, sequence, 1)
     rows: list[dict[str, Any]] = []
-    for on in (False, True):
+    for mode in MODES:
         for kernels, policies in recipes.items():
-            with deterministic(on):
-                progress(f"{kernels}, deterministic {on}")
+            with algorithms(mode):
+                progress(f"{kernels}, deterministic: {mode}")
                 loss = gradients(model, f"{kernels} none", ids)
                 reference = [p.grad.clone() for p in model.parameters()]
                 control = []
@@ -104,7 +117,7 @@ def measure(*, size: str, layers: int, batch: int, sequence: int, recipes: dict[
                     got = gradients(model, f"{kernels} {policy}", ids)
                     count, worst = difference(model, reference)
                     rows.append({
-                        "kernels": kernels, "policy": policy, "deterministic": on, "parameters": len(reference),
+                        "kernels": kernels, "policy": policy, "deterministic": mode, "parameters": len(reference),
                         "differing": count, "difference": worst if math.isfinite(worst) else None, "control_differing": control_count,
                         "control_difference": control_worst, "loss_equal": bool(got == loss),
                         "ok": bool(got == loss) and (count == 0 if control_count == 0 else worst <= SLACK * control_worst),

@@ -5,6 +5,10 @@ A layer with this project's kernels runs once with everything dropped; each reci
 attention, which the on-demand policies always store, the whole layer, the loss, and what lies before the first
 layer and after the last. Gradients exist and are added to, as in a micro-step of gradient accumulation.
 
+A training step holds a GPU at its power limit, where the clock is lower than in a benchmark of single kernels; times of
+single kernels added up would promise an eighth less than a step takes. So between any two samples matrix
+products run, as they would in the step.
+
     python -m snippets.checkpointing.costs [--smoke] [--json FILE]
 """
 
@@ -45,8 +49,8 @@ EXPERIMENT = {
     },
 }  # fmt: skip
 
-# About 16 ms. In a training step the host is that far ahead; a layer's forward and backward take it a few milliseconds.
-AHEAD = 20 * measure_module.SPIN_CYCLES
+# Some 20 ms of them on an H200. The host gets ahead meanwhile, which it is in a training step too.
+HEAT_PRODUCTS, HEAT_SIZE = 28, 8192
 # What a policy names, and the recipes that making it again runs besides its inputs' own.
 HELPERS = {"rope": ("qn", "kn"), "h2": ("o",)}
 
@@ -59,6 +63,24 @@ class _Recorded(LayerHooks):
         with super()._frame(*call):
             self.last = self._frames[-1]
             yield
+
+
+def heat(device: torch.device) -> Callable[[int], None]:
+    """What ``side_by_side`` runs before each sample: matrix products on random bf16, nothing on a CPU."""
+    if device.type != "cuda":
+        return lambda _: None
+    a = torch.randn(HEAT_SIZE, HEAT_SIZE // 2, dtype=torch.bfloat16, device=device)
+    b, out = torch.randn_like(a).T.contiguous(), torch.empty(HEAT_SIZE, HEAT_SIZE, dtype=a.dtype, device=device)
+
+    def run(_: int) -> None:
+        for _ in range(HEAT_PRODUCTS):
+            torch.mm(a, b, out=out)
+
+    return run
+
+
+def _timed(calls: Mapping[str, Callable[[int], Any]], device: torch.device, rounds: int) -> dict[str, dict[str, float]]:
+    return measure_module.side_by_side(calls, prepare=dict.fromkeys(calls, heat(device)), rounds=rounds)
 
 
 def flop(module: torch.nn.Module | None, tokens: int) -> int:
@@ -130,7 +152,7 @@ def _tensors(model: torch.nn.Module, batch: int, sequence: int, rounds: int) -> 
         calls["attention"] = lambda _: attend()
         size["attention"] = batch * sequence * attention.config.num_attention_heads * (head * hidden.element_size() + 4)
         with torch.no_grad():
-            times = measure_module.side_by_side(calls, rounds=rounds)
+            times = _timed(calls, hidden.device, rounds)
     finally:
         hooks.off()
     rows = []
@@ -180,10 +202,10 @@ def _parts(model: torch.nn.Module, batch: int, sequence: int, rounds: int) -> li
 
     rows = []
     plain = {"forward": forward, "layer": through, "loss": loss, "ends": ends}
-    times = measure_module.side_by_side(plain, rounds=rounds, spin_cycles=AHEAD)
+    times = _timed(plain, hidden.device, rounds)
     peaks = {name: _peak_bytes(run) for name, run in plain.items()}
     undo = Block().attach(layer)
-    times |= measure_module.side_by_side({"block": through}, rounds=rounds, spin_cycles=AHEAD)
+    times |= _timed({"block": through}, hidden.device, rounds)
     peaks["block"] = _peak_bytes(through)
     undo()
     for name in ("forward", "layer", "block", "loss", "ends"):

@@ -30,6 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from snippets import measure as measure_module
 from snippets import qwen3
+from snippets.checkpointing.agreement import algorithms
 from snippets.checkpointing.policies import (
     ATTENTION, MATMUL, Applied, ByRule, Nothing, Policy, PolicyError, Selective, apply,
 )  # fmt: skip
@@ -261,7 +262,7 @@ def measure(*, size: str, layers: int, batch: int, sequence: int, rounds: int) -
 
     def gradients() -> dict[str, Tensor]:
         clear()
-        with measure_module.deterministic():
+        with algorithms("strict"):
             step()
         return {name: leaf.grad for name, leaf in leaves.items()}
 
