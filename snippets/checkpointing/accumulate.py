@@ -4,7 +4,7 @@ Autograd's own order for one micro-step of gradient accumulation is: write dW = 
 add it to ``weight.grad``. For Qwen3-8B's 7.6 billion matrix weights in bf16 that writes and reads back 28 GiB for
 nothing in each backward, and holds one more tensor as large as the weight, 1.16 GiB for lm_head.
 ``grad.addmm_(dyᵀ, x)`` is one product with beta = 1: the sum is taken before the rounding, once. Megatron-LM calls this gradient accumulation fusion; there it needs a CUDA extension because the
-gradients are fp32 under bf16 weights, here both have one dtype.
+gradients are fp32 under bf16 weights; here both have one dtype, or autograd's order is kept.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 Recompute runs the same kernels on the same bits, so the gradients must have the same bits, as long as every kernel
 gives the same result twice. Where one doesn't (atomic additions), the un-checkpointed step differs from
-itself too; that repetition is the control, and a recipe may differ by no more. Run three times: by torch's default, under
-``torch.use_deterministic_algorithms(True, warn_only=True)``, where cuDNN's attention stays and only warns that its
-backward adds in any order, and without ``warn_only``, where torch takes flash attention in a fixed order instead.
+itself too; that repetition is the control, and a recipe may differ by no more. Run once in each mode of
+``determinism``.
 
     python -m snippets.checkpointing.agreement            # a CUDA GPU with 100 GiB, about two minutes
     python -m snippets.checkpointing.agreement --smoke
@@ -12,17 +11,16 @@ backward adds in any order, and without ``warn_only``, where torch takes flash a
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from snippets.checkpointing.determinism import MODES, algorithms
 from snippets.checkpointing.pareto import batches_of, prepare
 from snippets.checkpointing.recipes import clean, fixed_bytes, recipe
-from snippets.measure import Tables, cli, deterministic, progress
+from snippets.measure import Tables, cli, progress
 
 EXPERIMENT = {
     "title": "checkpoint 前后的梯度是否逐位相同",
@@ -49,17 +47,7 @@ EXPERIMENT = {
     },
 }  # fmt: skip
 
-MODES = ("off", "warn only", "strict")
 SLACK = 1.5  # of Gate 2: how far an rms may exceed the control's where nothing is deterministic
-
-
-@contextlib.contextmanager
-def algorithms(mode: str) -> Iterator[None]:
-    """Run the body under one of ``MODES``."""
-    with deterministic(mode != "off"):
-        if mode == "strict":
-            torch.use_deterministic_algorithms(True)  # the context above restores what was before
-        yield
 
 
 def gradients(model: torch.nn.Module, name: str, ids: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from snippets import measure as measure_module
 from snippets import qwen3
-from snippets.checkpointing.agreement import algorithms
+from snippets.checkpointing.determinism import algorithms
 from snippets.checkpointing.policies import (
     ATTENTION, MATMUL, Applied, ByRule, Nothing, Policy, PolicyError, Selective, apply,
 )  # fmt: skip
