@@ -46,11 +46,13 @@ EXPERIMENT = {
             "batch": "1", "sequence": "1", "part": "", "median_us": "µs", "p20_us": "µs", "p80_us": "µs", "peak_bytes": "B",
         },
         "attention": {"batch": "1", "sequence": "1", "operator": ""},
+        "host": {"direction": "", "bytes": "B", "median_us": "µs", "p20_us": "µs", "p80_us": "µs", "gb_per_s": "GB/s", "lost_us": "µs"},
     },
 }  # fmt: skip
 
 # Some 20 ms of them on an H200. The host gets ahead meanwhile, which it is in a training step too.
 HEAT_PRODUCTS, HEAT_SIZE = 28, 8192
+HOST_BYTES = 96 << 20  # gate of one layer at 1×4096
 # What a policy names, and the recipes that making it again runs besides its inputs' own.
 HELPERS = {"rope": ("qn", "kn"), "h2": ("o",)}
 
@@ -170,6 +172,36 @@ def _tensors(model: torch.nn.Module, batch: int, sequence: int, rounds: int) -> 
     return rows
 
 
+def _host(device: torch.device, nbytes: int, rounds: int) -> list[dict[str, Any]]:
+    """Copies between device and pinned host memory, and how much longer products take for each copy that runs beside them."""
+    cuda = device.type == "cuda"
+    there = torch.randint(-128, 127, (nbytes,), dtype=torch.int8, device=device)
+    here = torch.empty(nbytes, dtype=torch.int8, pin_memory=cuda)
+    here.copy_(there)
+    copies = {"to_host": lambda _=0: here.copy_(there, non_blocking=True), "from_host": lambda _=0: there.copy_(here, non_blocking=True)}
+    alone = measure_module.side_by_side(copies, rounds=rounds)
+    lost = dict.fromkeys(copies, 0.0)
+    if cuda:
+        side, products = torch.cuda.Stream(device), heat(device)
+        plain = measure_module.side_by_side({"products": products}, rounds=rounds)["products"]["median_us"]
+        count = {name: max(1, int(0.7 * plain / alone[name]["median_us"])) for name in copies}  # they end before the products do
+
+        def beside(name: str) -> Callable[[int], None]:
+            def run(r: int) -> None:
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    for _ in range(count[name]):
+                        copies[name]()
+                products(r)
+
+            return run
+
+        times = measure_module.side_by_side({"products": products} | {name: beside(name) for name in copies}, rounds=rounds)
+        lost = {name: max(0.0, times[name]["median_us"] - times["products"]["median_us"]) / count[name] for name in copies}
+    return [{"direction": name, "bytes": nbytes, **alone[name], "gb_per_s": nbytes / alone[name]["median_us"] / 1e3, "lost_us": lost[name]}
+            for name in copies]  # fmt: skip
+
+
 def _attention(module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], torch.Tensor]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -224,7 +256,8 @@ def measure(*, size: str, shapes: list[list[int]], rounds: int) -> Tables:
         ``tensors``: per droppable tensor its bytes and the time to make it from its inputs (``ps_per_byte``
         includes helpers that nothing stores), then the attention and the helpers themselves. ``parts``: the layer's
         forward alone, forward and backward with everything stored and as a block, the loss, and the two ends
-        (embedding and last norm); peak above the inputs and the gradients. ``attention``: the operator that ran.
+        (embedding and last norm); peak above the inputs and the gradients. ``attention``: the operator that ran. ``host``:
+        copies to and from pinned memory, alone, and what one costs the computation beside it.
     """
     model = qwen3.build(1) if size == "8b" else qwen3.tiny(1, device=measure_module.device())
     patch(model)
@@ -243,7 +276,9 @@ def measure(*, size: str, shapes: list[list[int]], rounds: int) -> Tables:
         model.zero_grad(set_to_none=True)
         del hidden, inputs
         gc.collect()
-    return {"tensors": tensors, "parts": parts, "attention": operators}
+    place = model.lm_head.weight.device
+    host = _host(place, HOST_BYTES if place.type == "cuda" else HOST_BYTES >> 10, rounds)
+    return {"tensors": tensors, "parts": parts, "attention": operators, "host": host}
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from snippets.checkpointing.offload import Sent, Shipment
 from snippets.checkpointing.switching import PolicyError, covered_by, switch_class
 
 # What a policy may keep or drop, in the order of the forward.
@@ -51,7 +52,7 @@ class Node:
 
     __slots__ = ("name", "value", "recipe", "shape", "stride", "offset", "version", "waiting", "__weakref__")
 
-    def __init__(self, name: str, made: Tensor, recipe: Recipe | None):
+    def __init__(self, name: str, made: Tensor, recipe: Recipe | Sent | None):
         self.name, self.recipe = name, recipe
         self.value = made.detach() if recipe is None else None
         self.shape, self.stride, self.offset = made.shape, made.stride(), made.storage_offset()
@@ -127,8 +128,9 @@ class View:
 class Frame:
     """One forward of one layer: its nodes by storage. It is dropped at the layer's end; the notes hold what they need."""
 
-    def __init__(self, keep: frozenset[str], count: dict[str, int]):
-        self.keep, self.count = keep, count
+    def __init__(self, keep: frozenset[str], offload: frozenset[str], count: dict[str, int]):
+        self.keep, self.offload, self.count = keep, offload, count
+        self.shipment: Shipment | None = None  # what goes to the host
         self.nodes: dict[StorageWeakRef, Node] = {}
         self.entered: Tensor | None = None  # the two sides of the residual addition, until it is seen
         self.attended: Tensor | None = None
@@ -145,11 +147,14 @@ class Frame:
             return
         # A bound method of the frame would hold all its nodes; the dictionary holds none.
         recipe = Recipe(function, [self._argument(a) for a in arguments], functools.partial(_increment, self.count, name))
+        away = name in self.offload
         for tensor in made:
             storage = tensor.untyped_storage()
             if tensor.storage_offset() or storage.nbytes() != tensor.numel() * tensor.element_size():
                 raise RuntimeError(f"on_demand: {name} is part of a larger buffer and cannot be dropped by itself; keep it")
-            node = Node(name, tensor, recipe)
+            if away:
+                self.shipment = self.shipment or Shipment(tensor.device)
+            node = Node(name, tensor, Sent(tensor, self.shipment) if away else recipe)
             recipe.outputs.append(weakref.ref(node))
             self.nodes[StorageWeakRef(storage)] = node
 
@@ -195,7 +200,8 @@ class LayerHooks:
 
     Args:
         layer: the decoder layer.
-        keep: which of ``TENSORS`` are stored; the others are dropped.
+        keep: which of ``TENSORS`` are stored on the device.
+        offload: which of them wait in pinned host memory (see ``offload``). The others are dropped.
 
     ``recomputed`` counts, by name, how often something was made again.
 
@@ -204,10 +210,12 @@ class LayerHooks:
             own that nobody outside can make again), or one that another checkpoint covers already.
     """
 
-    def __init__(self, layer: torch.nn.Module, keep: Iterable[str]):
-        keep = frozenset(keep)
-        if unknown := sorted(keep - set(TENSORS)):
+    def __init__(self, layer: torch.nn.Module, keep: Iterable[str], offload: Iterable[str] = ()):
+        keep, offload = frozenset(keep), frozenset(offload)
+        if unknown := sorted((keep | offload) - set(TENSORS)):
             raise PolicyError(f"on_demand: unknown tensors {', '.join(unknown)}; known: {', '.join(TENSORS)}")
+        if both := sorted(keep & offload):
+            raise PolicyError(f"on_demand: {', '.join(both)} cannot be both kept and offloaded; name it once")
         attention, mlp = layer.self_attn, layer.mlp
         if by := covered_by((layer, attention, mlp)):
             raise PolicyError(f"on_demand: this layer is under {by} already; call its off() first")
@@ -218,7 +226,7 @@ class LayerHooks:
             )
         if getattr(layer, "gradient_checkpointing", False):
             raise PolicyError("on_demand: this layer is checkpointed as a block; call model.gradient_checkpointing_disable()")
-        self.layer, self.keep = layer, keep
+        self.layer, self.keep, self.offload = layer, keep, offload
         self.recomputed: dict[str, int] = {}
         self._frames: list[Frame] = []  # more than one only if a layer's forward calls the layer
         self._undo: list[Callable[[], None]] = []
@@ -297,7 +305,7 @@ class LayerHooks:
         hidden = arguments[0] if arguments else keywords["hidden_states"]
         if torch.is_autocast_enabled(hidden.device.type):
             raise RuntimeError("on_demand: autocast is off again when the backward recomputes; train in pure bf16 or fp32")
-        frame = Frame(self.keep, self.recomputed)
+        frame = Frame(self.keep, self.offload, self.recomputed)
         self._frames.append(frame)
         try:
             with torch.autograd.graph.saved_tensors_hooks(frame.pack, unpack):

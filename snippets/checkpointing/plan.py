@@ -3,7 +3,8 @@
     python -m snippets.checkpointing.plan --budget-gib 24 --batch 1 --seq 4096
 
 prints the fastest configuration whose predicted peak fits, what it is predicted to cost, and the lines to
-paste. The budget is for activations: the peak above weights and gradients.
+paste. The budget is for activations: the peak above weights and gradients. With ``--host-gib`` some tensors may
+wait in pinned host memory, as much of it as given.
 
 The model. A layer under ``Keep`` stores its input, the attention's output and log-sum-exp, and the tensors
 kept; each dropped tensor costs the time of its recipe once, since the backward asks for each of them exactly
@@ -12,7 +13,12 @@ layers 1..i store plus the gradient that comes in, the layer's own workspace, an
 MLP half (the attention half comes later, when the MLP's tensors are gone). The loss peaks at everything stored plus the
 last norm's input and output and its slice. The embedding's dense gradient comes when nothing is stored any more.
 
-The search is a dynamic program over the layers with the bytes stored so far as state, in units that divide
+A tensor in host memory costs what its two copies take from the computation beside them, as long as a layer sends no
+more than the bus carries in the time of its forward, and brings no more back than in that of its backward. In the
+backward of layer i its own and those of layer i − 1 are on the device. To see only one layer at a time, the search
+is done once for each bound on the bytes that a layer sends, which every layer is charged for its neighbour.
+
+The rest of the search is a dynamic program over the layers with the bytes stored so far as state, in units that divide
 every size: no heuristics, no rounding.
 """
 
@@ -23,7 +29,7 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +41,8 @@ from snippets.checkpointing.policies import Block, Keep, Nothing, Policy
 
 GIB = 2**30
 MLP_HALF = frozenset({"h2", "ln2", "gate", "up", "product"})
+SENT = ("q", "k", "v", "h2", "gate", "up")  # by matrix products; the others are made again in less time than they take on the bus
+BUS_SHARE = 0.9  # of a layer's time that its copies may take
 
 
 class PlanError(ValueError):
@@ -57,6 +65,8 @@ class Costs:
     loss_bytes: int  # with the last norm's input and output
     ends_us: float  # embedding and last norm, forward and backward
     ends_bytes: int
+    send_bytes: int = 0  # what the bus carries beside a layer, out and back; 0: not measured
+    sent_us_per_byte: float = 0.0  # what the copies out and back take from the computation
 
     @classmethod
     def read(cls, tables: Mapping[str, Sequence[Mapping[str, Any]]], batch: int, sequence: int, layers: int = 36) -> Costs:
@@ -77,6 +87,9 @@ class Costs:
                 for name in TENSORS}  # fmt: skip
         stored = sum(size for size, _ in made.values()) + int(tensors["attention"]["stored_bytes"])
         boundary = int(tensors["ln1"]["stored_bytes"])
+        host = {r["direction"]: r for r in tables.get("host", ())}
+        meanwhile = {"to_host": parts["forward"]["median_us"], "from_host": parts["layer"]["median_us"] - parts["forward"]["median_us"]}
+        carried = [BUS_SHARE * us * host[d]["bytes"] / host[d]["median_us"] for d, us in meanwhile.items() if host]
         return cls(
             layers=layers, input_bytes=boundary,
             attention_bytes=int(tensors["attention"]["stored_bytes"]), tensors=made,
@@ -85,6 +98,7 @@ class Costs:
             block_workspace_bytes=int(parts["block"]["peak_bytes"]) + boundary,
             loss_bytes=int(parts["loss"]["peak_bytes"]) + 2 * boundary,
             ends_us=parts["ends"]["median_us"], ends_bytes=int(parts["ends"]["peak_bytes"]) + boundary,
+            send_bytes=max(0, int(min(carried, default=0))), sent_us_per_byte=sum(r["lost_us"] / r["bytes"] for r in host.values()),
         )  # fmt: skip
 
     @property
@@ -95,12 +109,13 @@ class Costs:
 
 @dataclass(frozen=True)
 class Option:
-    """One policy for one layer: bytes stored after its forward, bytes on top in its backward, extra time in µs."""
+    """One policy for one layer: bytes stored after its forward, bytes on top in its backward, extra time in µs, bytes sent to the host."""
 
     policy: Policy
     stored: int
     workspace: int
     extra_us: float
+    sent: int = 0
 
 
 @dataclass(frozen=True)
@@ -116,46 +131,86 @@ class Plan:
         """What ``policies.apply`` takes."""
         return [o.policy for o in self.options]
 
+    @property
+    def host_bytes(self) -> int:
+        """In host memory; the allocator rounds each tensor up to a power of two."""
+        return sum(o.sent for o in self.options)
 
-def options(costs: Costs) -> list[Option]:
-    """Every policy for a layer that no other one beats in bytes, workspace and time."""
+
+def subsets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Every subset, the empty one first."""
+    return itertools.chain.from_iterable(itertools.combinations(names, n) for n in range(len(names) + 1))
+
+
+def options(costs: Costs, send: int = 0) -> list[Option]:
+    """Every policy for a layer that sends at most ``send`` bytes and that no other one beats in bytes, workspace and time."""
     found = [Option(Block(), costs.input_bytes, costs.block_workspace_bytes, costs.block_us - costs.layer_us)]
-    for kept in itertools.chain.from_iterable(itertools.combinations(TENSORS, n) for n in range(len(TENSORS) + 1)):
-        dropped = [t for t in TENSORS if t not in kept]
-        found.append(Option(
-            Keep(kept) if dropped else Nothing(), costs.input_bytes + costs.attention_bytes + sum(costs.tensors[t][0] for t in kept),
-            costs.workspace_bytes + sum(costs.tensors[t][0] for t in dropped if t in MLP_HALF),
-            sum(costs.tensors[t][1] for t in dropped),
-        ))  # fmt: skip
-    found.sort(key=lambda o: (o.stored, o.extra_us, o.workspace))
+    size = {t: costs.tensors[t][0] for t in TENSORS}
+    for away in subsets(SENT):
+        sent = sum(size[t] for t in away)
+        if sent > send:
+            continue
+        for kept in subsets([t for t in TENSORS if t not in away]):
+            dropped = [t for t in TENSORS if t not in kept and t not in away]
+            found.append(Option(
+                Keep(kept, away) if dropped or away else Nothing(),
+                costs.input_bytes + costs.attention_bytes + sum(size[t] for t in kept),
+                costs.workspace_bytes + sum(size[t] for t in dropped if t in MLP_HALF) + sent,
+                sum(costs.tensors[t][1] for t in dropped) + sent * costs.sent_us_per_byte, sent,
+            ))  # fmt: skip
+    # Of two that cost the same the one that leaves the host alone.
+    found.sort(key=lambda o: (o.stored, o.extra_us, o.workspace, o.sent))
     best: list[Option] = []
     for o in found:
-        if not any(b.extra_us <= o.extra_us and b.workspace <= o.workspace for b in best):
+        if not any(b.extra_us <= o.extra_us and b.workspace <= o.workspace for b in reversed(best)):
             best.append(o)
     return best
 
 
 def predict(costs: Costs, chosen: Sequence[Option]) -> Plan:
     """Peak and time of a configuration under the model."""
-    stored, peak = 0, 0
+    stored, peak, coming = 0, 0, 0
     for option in chosen:
         stored += option.stored
-        peak = max(peak, stored + option.workspace)
-    peak = max(peak, stored + costs.loss_bytes, costs.ends_bytes)
+        peak = max(peak, stored + option.workspace + coming)
+        coming = option.sent
+    peak = max(peak, stored + costs.loss_bytes + coming, costs.ends_bytes)
     time = costs.everything_us + sum(o.extra_us for o in chosen)
     return Plan(tuple(chosen), peak, time)
 
 
-def plan(costs: Costs, budget_bytes: float) -> Plan:
+def plan(costs: Costs, budget_bytes: float, host_bytes: float = 0) -> Plan:
     """The fastest configuration whose predicted peak fits the budget.
 
+    Args:
+        host_bytes: pinned host memory that it may use besides; infinite for no limit.
+
     Raises:
-        PlanError: not even the smallest configuration fits; the message says what it needs. Or the budget is no number.
+        PlanError: not even the smallest configuration fits; the message says what it needs. Or a budget is no number,
+            or host memory is offered and the costs don't say what its bus carries.
     """
     if not math.isfinite(budget_bytes):
         raise PlanError(f"a budget of {budget_bytes} bytes: give a finite number")
-    budget_bytes = int(budget_bytes)
-    choices = options(costs)
+    if not host_bytes >= 0:
+        raise PlanError(f"{host_bytes} bytes of host memory: give a number, 0 for none")
+    if host_bytes and not costs.send_bytes:
+        raise PlanError("these costs have no copies to the host; measure them again, on a GPU")
+    most = min(costs.send_bytes, host_bytes / costs.layers)
+    sizes = {sum(costs.tensors[t][0] for t in away) for away in subsets(SENT)}
+    found, refusal = [], None
+    for send in sorted(s for s in sizes if s <= most):
+        try:
+            found.append(_within(costs, int(budget_bytes), send))
+        except PlanError as error:
+            refusal = error
+    if not found:
+        raise refusal
+    return min(found, key=lambda p: (p.step_us, p.host_bytes))
+
+
+def _within(costs: Costs, budget_bytes: int, send: int) -> Plan:
+    """The fastest whose layers send at most so many bytes each, with room for a neighbour's on top of every layer."""
+    choices = options(costs, send)
     unit = math.gcd(*(o.stored for o in choices))
     slots = min(budget_bytes, costs.layers * max(o.stored for o in choices)) // unit + 1
     time = torch.full((max(slots, 1),), math.inf, dtype=torch.float64)
@@ -166,7 +221,7 @@ def plan(costs: Costs, budget_bytes: float) -> Plan:
         for j, option in enumerate(choices):
             step = option.stored // unit
             # The state after this layer, in slots: what is stored then, plus its workspace, has to fit.
-            most = min(len(time), (budget_bytes - option.workspace) // unit + 1)
+            most = min(len(time), (budget_bytes - option.workspace - send) // unit + 1)
             if most <= step:
                 continue
             candidate = time[: most - step] + option.extra_us
@@ -174,12 +229,12 @@ def plan(costs: Costs, budget_bytes: float) -> Plan:
             after[step:most][better] = candidate[better]
             taken[i, step:most][better] = j
         time = after
-    most = min(len(time), (budget_bytes - costs.loss_bytes) // unit + 1)
+    most = min(len(time), (budget_bytes - costs.loss_bytes - send) // unit + 1)
     if budget_bytes < costs.ends_bytes or most <= 0 or not time[:most].isfinite().any():
         least = predict(costs, [min(choices, key=lambda o: (o.stored + o.workspace, o.stored))] * costs.layers)
         raise PlanError(
             f"nothing fits {budget_bytes / GIB:.2f} GiB of activations; the smallest configuration, {least.policies[0].name} in"
-            f" every layer, needs {least.peak_bytes / GIB:.2f} GiB. Shorten the sequence or the batch, or offload"
+            f" every layer, needs {least.peak_bytes / GIB:.2f} GiB. Shorten the sequence or the batch"
         )
     at = int(time[:most].argmin())
     chosen = []
@@ -199,7 +254,9 @@ def lines(policies: Sequence[Policy]) -> str:
     names = sorted({type(p).__name__ for p in policies})
     parts = []
     for policy, count in runs:
-        made = f"Keep({policy.tensors!r})" if isinstance(policy, Keep) else f"{type(policy).__name__}()"
+        made = f"{type(policy).__name__}()"
+        if isinstance(policy, Keep):
+            made = f"Keep({policy.tensors!r}, offload={policy.offload!r})" if policy.offload else f"Keep({policy.tensors!r})"
         parts.append(f"[{made}] * {count}")
     return f"""from snippets.checkpointing.accumulate import accumulate
 from snippets.checkpointing.chunked_loss import loss_and_backward
@@ -230,7 +287,7 @@ def tables(path: Path | None, batch: int, sequence: int) -> tuple[Mapping[str, A
         path = found[0]
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
-        return {k: read["tables"][k] for k in ("tensors", "parts")}, f"{path}, {read['device']['name']}"
+        return {k: read["tables"][k] for k in ("tensors", "parts")} | {"host": read["tables"].get("host", ())}, f"{path}, {read['device']['name']}"
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PlanError(f"{path} holds no costs ({type(error).__name__}: {error}); write one with costs --json FILE") from error
 
@@ -239,6 +296,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m snippets.checkpointing.plan", description="What to store for a memory budget")
     parser.add_argument("--budget-gib", type=float, required=True, help="for activations: the peak above weights and gradients")
+    parser.add_argument("--host-gib", type=float, default=0, help="pinned host memory that tensors may wait in (default: none)")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--layers", type=int, default=36)
@@ -246,13 +304,15 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if not (math.isfinite(args.budget_gib) and args.budget_gib > 0 and min(args.batch, args.seq, args.layers) > 0):
         parser.error("--budget-gib, --batch, --seq and --layers must be positive numbers")
+    if not args.host_gib >= 0:
+        parser.error("--host-gib must be a number of 0 or more")
     try:
         measured, source = tables(args.costs, args.batch, args.seq)
         try:
             costs = Costs.read(measured, args.batch, args.seq, args.layers)
         except (KeyError, TypeError) as error:
             raise PlanError(f"{source}: lacks {error}; it is older than this code or of a CPU. Measure again with costs --json") from error
-        best = plan(costs, int(args.budget_gib * GIB))
+        best = plan(costs, int(args.budget_gib * GIB), args.host_gib * GIB)
     except PlanError as error:
         print(f"plan: {error}", file=sys.stderr)
         return 1
@@ -260,7 +320,7 @@ def main(arguments: list[str] | None = None) -> int:
     for policy, group in itertools.groupby(best.policies):
         print(f"  {len(list(group)):3} layers  {policy.name}")
     print(
-        f"\npredicted peak {best.peak_bytes / GIB:.2f} GiB above weights and gradients\n"
+        f"\npredicted peak {best.peak_bytes / GIB:.2f} GiB above weights and gradients, {best.host_bytes / GIB:.2f} GiB in host memory\n"
         f"predicted time {best.step_us / 1e3:.1f} ms forward and backward, {best.step_us / costs.everything_us - 1:+.1%} of storing everything\n"
     )
     print(lines(best.policies))

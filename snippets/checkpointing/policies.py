@@ -326,24 +326,29 @@ class Keep:
 
     Args:
         tensors: some of ``on_demand.TENSORS``. The attention's output is always stored.
+        offload: others of them, which wait in pinned host memory and are copied beside the computation (see ``offload``).
     """
 
     tensors: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
 
-    def __init__(self, tensors: Iterable[str] = ()):
-        given = set(tensors)
-        if unknown := sorted(given - set(TENSORS)):
-            raise PolicyError(f"Keep: unknown tensors {', '.join(unknown)}; known: {', '.join(TENSORS)}")
-        object.__setattr__(self, "tensors", tuple(t for t in TENSORS if t in given))
+    def __init__(self, tensors: Iterable[str] = (), offload: Iterable[str] = ()):
+        for field, given in (("tensors", set(tensors)), ("offload", set(offload))):
+            if unknown := sorted(given - set(TENSORS)):
+                raise PolicyError(f"Keep: unknown tensors {', '.join(unknown)}; known: {', '.join(TENSORS)}")
+            object.__setattr__(self, field, tuple(t for t in TENSORS if t in given))
+        if both := set(self.tensors) & set(self.offload):
+            raise PolicyError(f"Keep: {', '.join(sorted(both))} cannot be both kept and offloaded; name it once")
 
     @property
     def name(self) -> str:
         """Short name for tables."""
-        return "keep " + ("+".join(self.tensors) or "attention only")
+        kept = "keep " + ("+".join(self.tensors) or "attention only")
+        return f"{kept} offload {'+'.join(self.offload)}" if self.offload else kept
 
     def attach(self, layer: torch.nn.Module) -> Callable[[], None]:
         """Hook the layer; see ``on_demand``."""
-        return LayerHooks(layer, self.tensors).off
+        return LayerHooks(layer, self.tensors, self.offload).off
 # --8<-- [end:keep]
 
 

@@ -10,6 +10,7 @@ A name is ``kernels policy``, and ``under graph`` or ``compiled BUDGET ESTIMATOR
                                                  Liger's loss, the best public recipe known
     ours none, ours full, ours keep,             this project's kernels, loss and gradient accumulation; keep stores the
     ours keep q+gate, ours plan 9.1              attention only, or the tensors named; plan asks the planner for that many GiB
+    ours keep q offload gate, ours plan 9.1 host the same with tensors in host memory: the one named, or the planner's choice
     hf none under graph, ours plan 9.1 under graph
 
 What a step is: forward and backward of one micro-batch. Gradients exist and are added to, as in all but the first
@@ -22,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -121,11 +123,13 @@ def _ours(model: torch.nn.Module, policy: str, arguments: list[str], costs: Cost
     if policy == "plan":
         if costs is None:
             raise ValueError("ours plan: no costs for this shape were given")
-        predicted = plan(costs, int(float(arguments[0]) * GIB))
+        budget, *host = arguments
+        predicted = plan(costs, int(float(budget) * GIB), math.inf if host == ["host"] else 0)
         each = predicted.policies
     else:
+        kept, _, away = (" ".join(arguments)).partition("offload")
         kinds = {"none": policies.Nothing, "full": policies.Block,
-                 "keep": lambda: policies.Keep(arguments[0].split("+") if arguments else ())}  # fmt: skip
+                 "keep": lambda: policies.Keep(*(part.strip().split("+") if part.strip() else () for part in (kept, away)))}  # fmt: skip
         if policy not in kinds:
             raise ValueError(f"no policy {policy!r} of ours: known are none, full, keep, plan")
         each = [kinds[policy]()] * layers

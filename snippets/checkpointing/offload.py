@@ -1,0 +1,144 @@
+"""Tensors of one layer wait for the backward in pinned host memory, copied while the GPU computes other layers.
+
+transformers' ``offload=True`` copies on the stream that computes, which waits. Here the copies run on a stream of their own
+and the copy engines do them: out as soon as a tensor is made, back one layer before the backward needs it. So a
+layer's copies cost no time as long as they take less than a layer's forward; ``costs`` measures both.
+
+    forward of layer i       its tensors start to leave; those of layer i − 1, which have left by now, are freed
+    the last layer           its tensors never leave: the backward needs them at once
+    backward of layer i      the first one asked for starts the copies of layer i − 1
+
+What is on the device besides: in the forward the tensors of one layer, in the backward those of two.
+
+The same order is used by Megatron-Core (fine-grained activation offloading), TransformerEngine (cpu_offload) and torchtune
+(OffloadActivations); there the unit is a whole module, here a single tensor.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+
+_side: dict[torch.device, torch.cuda.Stream] = {}
+_latest: dict[torch.device, weakref.ref[Shipment]] = {}
+
+
+class Parcel:
+    """One tensor on its way to the host or back; ``tensor`` is the one on the device, while there is one.
+
+    On a CPU the copies are plain ones, so that everything else can be tested there.
+    """
+
+    __slots__ = ("host", "tensor", "version", "changed", "taken", "arrived", "stream", "__weakref__")
+
+    def __init__(self, tensor: Tensor):
+        self.tensor, self.version = tensor.detach(), tensor._version
+        self.changed = self.taken = False
+        cuda = tensor.is_cuda
+        self.stream = torch.cuda.current_stream(tensor.device) if cuda else None
+        self.arrived = torch.cuda.Event() if cuda else None
+        self.host = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, pin_memory=cuda)
+        self._copy(self.host, self.tensor)
+
+    def _copy(self, to: Tensor, source: Tensor) -> None:
+        if self.stream is None:
+            to.copy_(source)
+            return
+        device = self.tensor.device
+        side = _side.get(device) or _side.setdefault(device, torch.cuda.Stream(device))
+        side.wait_stream(self.stream)  # what made the tensor, and who had the new tensor's memory before
+        with torch.cuda.stream(side):
+            to.copy_(source, non_blocking=True)
+        self.arrived.record(side)
+
+    def leave(self) -> None:
+        """Free the tensor on the device, once it has been copied."""
+        if self.tensor is not None:
+            self.changed = self.tensor._version != self.version
+            self._settle()
+            self.tensor = None
+
+    def fetch(self, device: torch.device) -> None:
+        """Start the copy back, unless the tensor is on the device."""
+        if self.tensor is None:
+            self.tensor = torch.empty_strided(self.host.size(), self.host.stride(), dtype=self.host.dtype, device=device)
+            self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+            self._copy(self.tensor, self.host)
+            self.version = self.tensor._version
+
+    def take(self, name: str) -> Tensor:
+        """The tensor, which the current stream may use from now on; afterwards only the host has it.
+
+        Raises:
+            RuntimeError: it was written to while it was copied.
+        """
+        if self.changed or self.tensor._version != self.version:
+            raise RuntimeError(f"offload: {name} was written to in place after it was saved; clone it before, or don't offload it")
+        self._settle()
+        tensor, self.tensor, self.taken = self.tensor, None, True
+        return tensor
+
+    def _settle(self) -> None:
+        # The stream that reuses the memory must not do so before the copy's end.
+        if self.stream is not None:
+            self.stream.wait_event(self.arrived)
+
+    def __del__(self):
+        if getattr(self, "tensor", None) is not None:  # a graph that was dropped before its backward
+            self._settle()
+
+
+class Shipment:
+    """What one forward of one layer sends to the host.
+
+    Raises:
+        RuntimeError: under the capture of a CUDA graph, in which no pinned memory can be allocated.
+    """
+
+    __slots__ = ("device", "parcels", "_previous", "__weakref__")
+
+    def __init__(self, device: torch.device):
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("offload: no pinned memory can be allocated inside the capture of a CUDA graph; use Keep without offload there")
+        self.device = device
+        self.parcels: list[weakref.ref[Parcel]] = []
+        previous = _latest.get(device)
+        self._previous = previous or (lambda: None)
+        _latest[device] = weakref.ref(self)
+        for parcel in self._of_previous():
+            parcel.leave()
+
+    def _of_previous(self) -> list[Parcel]:
+        previous = self._previous()
+        return previous.alive() if previous is not None else []
+
+    def alive(self) -> list[Parcel]:
+        """The parcels that somebody may still ask for."""
+        return [p for r in self.parcels if (p := r()) is not None]
+
+    def fetch(self) -> None:
+        """Start what this layer and the one before it need and what is not on its way yet."""
+        for parcel in (*self.alive(), *self._of_previous()):
+            if not parcel.taken:
+                parcel.fetch(self.device)
+
+
+class Sent:
+    """A recipe, in the sense of ``on_demand``: make the tensor again by copying it back."""
+
+    __slots__ = ("parcel", "shipment")
+
+    def __init__(self, tensor: Tensor, shipment: Shipment):
+        self.shipment, self.parcel = shipment, Parcel(tensor)
+        shipment.parcels.append(weakref.ref(self.parcel))
+
+    def make(self, wanted) -> Tensor:
+        """Fetch for ``wanted``, an ``on_demand.Node``; it keeps the tensor while a note waits for it."""
+        self.shipment.fetch()
+        self.parcel.fetch(self.shipment.device)  # nothing, except for a second backward
+        tensor = self.parcel.take(wanted.name)
+        if wanted.waiting > 0:
+            wanted.value = tensor
+        return tensor
