@@ -32,12 +32,12 @@ EXPERIMENT = {
         "recipes": {
             "hf": ["full", "every2", "selective"],
             "liger": ["full", "selective"],
-            "ours": ["full", "keep", "keep gate+up", "keep q+k+v+h2", "keep ln1+ln2+rope+product"],
+            "ours": ["full", "keep", "keep gate+up", "keep q+k+v+h2", "keep ln1+ln2+rope+product", "keep up offload q+gate"],
         },
     },
     "smoke": {
         "size": "tiny", "layers": 2, "batch": 1, "sequence": 8,
-        "recipes": {"hf": ["full", "selective"], "ours": ["full", "keep", "keep gate+up"]},
+        "recipes": {"hf": ["full", "selective"], "ours": ["full", "keep", "keep up offload q+gate"]},
     },
     "tables": {
         "agreement": {

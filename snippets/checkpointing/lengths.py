@@ -21,8 +21,8 @@ EXPERIMENT = {
                 "hf none", "hf none under graph", "hf full", "hf full under graph", "hf selective", "hf selective under graph",
                 "ours none", "ours none under graph", "ours full", "ours full under graph", "ours keep", "ours keep under graph",
             ]],
-            [2, 4096, 3, ["hf none", "hf full", "hf selective", "liger none", "liger full", "ours none", "ours full", "ours keep", "ours plan 17"]],
-            [1, 16384, 3, ["hf none", "hf full", "hf selective", "liger none", "liger full", "ours none", "ours full", "ours keep", "ours plan 17"]],
+            [2, 4096, 3, ["hf none", "hf full", "hf selective", "liger none", "liger full", "ours none", "ours full", "ours keep", "ours plan 17", "ours plan 17 host"]],
+            [1, 16384, 3, ["hf none", "hf full", "hf selective", "liger none", "liger full", "ours none", "ours full", "ours keep", "ours plan 17", "ours plan 17 host"]],
         ],
         "compiled": [],
     },
@@ -32,7 +32,7 @@ EXPERIMENT = {
     "tables": {
         "runs": {
             "batch": "1", "sequence": "1", "recipe": "", "family": "", "kernels": "", "median_ms": "ms", "p20_ms": "ms", "p80_ms": "ms",
-            "activation_gib": "GiB", "time_ratio": "1", "memory_ratio": "1", "fits_80gb": "", "dominated_by": "", "predicted_ms": "ms", "predicted_gib": "GiB",
+            "activation_gib": "GiB", "host_gib": "GiB", "time_ratio": "1", "memory_ratio": "1", "fits_80gb": "", "dominated_by": "", "predicted_ms": "ms", "predicted_gib": "GiB",
             "ms_error": "1", "gib_error": "1", "stores": "", "loss": "1", "failed": "",
         },
         "visits": {"batch": "1", "sequence": "1", "recipe": "", "visit": "1", "median_ms": "ms"},

@@ -16,7 +16,7 @@ EXPERIMENT = {
     "minutes": 8,
     "full": {
         "size": "8b", "layers": 36, "cost_rounds": 5,
-        "cases": [[1, 32768, 3, ["hf full", "liger full", "ours full", "ours keep", "ours plan 17", "ours plan 100"]]], "compiled": [],
+        "cases": [[1, 32768, 3, ["hf full", "liger full", "ours full", "ours keep", "ours plan 17", "ours plan 20 host", "ours plan 100"]]], "compiled": [],
     },
     "smoke": {
         "size": "tiny", "layers": 2, "cost_rounds": 5, "cases": [[1, 8, 2, ["hf none", "ours keep"]]], "compiled": [],
@@ -24,7 +24,7 @@ EXPERIMENT = {
     "tables": {
         "runs": {
             "batch": "1", "sequence": "1", "recipe": "", "family": "", "kernels": "", "median_ms": "ms", "p20_ms": "ms", "p80_ms": "ms",
-            "activation_gib": "GiB", "time_ratio": "1", "memory_ratio": "1", "fits_80gb": "", "dominated_by": "", "predicted_ms": "ms", "predicted_gib": "GiB",
+            "activation_gib": "GiB", "host_gib": "GiB", "time_ratio": "1", "memory_ratio": "1", "fits_80gb": "", "dominated_by": "", "predicted_ms": "ms", "predicted_gib": "GiB",
             "ms_error": "1", "gib_error": "1", "stores": "", "loss": "1", "failed": "",
         },
         "visits": {"batch": "1", "sequence": "1", "recipe": "", "visit": "1", "median_ms": "ms"},

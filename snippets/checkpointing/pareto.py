@@ -34,19 +34,20 @@ EXPERIMENT = {
             "hf none", "hf full", "hf every2", "hf every4", "hf attention", "hf mlp", "hf selective", "hf offload",
             "liger none", "liger full", "liger every2", "liger selective",
             "ours none", "ours full", "ours keep", "ours plan 2.8", "ours plan 4", "ours plan 6", "ours plan 9", "ours plan 12", "ours plan 16",
+            "ours plan 2.8 host", "ours plan 4 host", "ours plan 6 host", "ours plan 9 host",
             "hf none under graph", "hf full under graph", "liger full under graph", "ours none under graph", "ours plan 2.8 under graph", "ours plan 9 under graph",
         ]]],
         "compiled": ["compiled 1 flops", "compiled 0.5 flops", "compiled 0.3 flops", "compiled 0 flops", "compiled 0.3 profile"],
     },
     "smoke": {
         "size": "tiny", "layers": 2, "cost_rounds": 5,
-        "cases": [[1, 8, 2, ["hf none", "hf selective", "ours none", "ours keep gate+up", "ours plan 1", "ours none under graph"]]],
+        "cases": [[1, 8, 2, ["hf none", "hf selective", "ours none", "ours keep up offload gate", "ours plan 1", "ours none under graph"]]],
         "compiled": [],
     },
     "tables": {
         "runs": {
             "batch": "1", "sequence": "1", "recipe": "", "family": "", "kernels": "", "median_ms": "ms", "p20_ms": "ms", "p80_ms": "ms",
-            "activation_gib": "GiB", "time_ratio": "1", "memory_ratio": "1", "fits_80gb": "", "dominated_by": "", "predicted_ms": "ms", "predicted_gib": "GiB",
+            "activation_gib": "GiB", "host_gib": "GiB", "time_ratio": "1", "memory_ratio": "1", "fits_80gb": "", "dominated_by": "", "predicted_ms": "ms", "predicted_gib": "GiB",
             "ms_error": "1", "gib_error": "1", "stores": "", "loss": "1", "failed": "",
         },
         "visits": {"batch": "1", "sequence": "1", "recipe": "", "visit": "1", "median_ms": "ms"},
@@ -121,17 +122,18 @@ def _kernels(name: str) -> str:
 def _summary(visits: list[Any], fixed_gib: float) -> dict[str, Any]:
     failed = next((v["failed"] for v in visits if "failed" in v), "")
     if failed:
-        none = dict.fromkeys(("median_ms", "p20_ms", "p80_ms", "activation_gib", "predicted_ms", "predicted_gib", "ms_error", "gib_error", "loss"))
+        none = dict.fromkeys(("median_ms", "p20_ms", "p80_ms", "activation_gib", "host_gib", "predicted_ms", "predicted_gib", "ms_error", "gib_error", "loss"))
         return none | {"fits_80gb": False, "stores": "", "failed": failed}
     samples = [s / 1e3 for v in visits for s in v["samples_us"]]
     cuts = statistics.quantiles(samples, n=10, method="inclusive")
     peaks = [v["peak_bytes"] for v in visits if v["peak_bytes"] is not None]
     gib = max(peaks) / GIB if peaks else None
+    hosts = [v["host_bytes"] for v in visits if v["host_bytes"] is not None]
     first, median = visits[0], statistics.median(samples)
     predicted_ms = first["predicted_us"] / 1e3 if first["predicted_us"] else None
     predicted_gib = first["predicted_bytes"] / GIB if first["predicted_bytes"] else None
     return {
-        "median_ms": median, "p20_ms": cuts[1], "p80_ms": cuts[7], "activation_gib": gib,
+        "median_ms": median, "p20_ms": cuts[1], "p80_ms": cuts[7], "activation_gib": gib, "host_gib": max(hosts) / GIB if hosts else None,
         "fits_80gb": gib is not None and 4 * fixed_gib + gib <= CARD_GIB,
         "predicted_ms": predicted_ms, "predicted_gib": predicted_gib, "ms_error": predicted_ms and predicted_ms / median - 1,
         "gib_error": predicted_gib / gib - 1 if predicted_gib and gib else None,
@@ -160,8 +162,8 @@ def measure(*, size: str, layers: int, cost_rounds: int, cases: list[list[Any]],
         compiled: recipes that every case also visits, once, with twice the steps.
 
     Returns:
-        ``runs``: per recipe the step time, the peak above weights and gradients, both against "hf none", whether it fits
-        a card of 80 GB beside weights, gradients and AdamW's two moments in bf16, which recipe with other
+        ``runs``: per recipe the step time, the peak above weights and gradients, both against "hf none", the pinned host
+        memory in use at its peak (the allocator rounds each tensor up to a power of two), whether it fits a card of 80 GB beside weights, gradients and AdamW's two moments in bf16, which recipe with other
         kernels beats it in both, and the planner's prediction and its relative error where it chose. ``visits``: the
         median of each visit, to show drift. ``fixed``: the bytes that everybody has.
     """

@@ -207,7 +207,7 @@ def visit(
     """Apply a recipe, warm up, measure the peak of one step and the time of ``steps`` more, take it out again.
 
     Returns:
-        ``samples_us`` (list), ``peak_bytes`` above weights and gradients (None without CUDA), ``loss`` of the first
+        ``samples_us`` (list), ``peak_bytes`` above weights and gradients and ``host_bytes`` of pinned memory (None without CUDA), ``loss`` of the first
         batch, ``policies``, ``predicted_us`` and ``predicted_bytes``; or ``{"failed": why}`` where memory didn't suffice.
     """
     clean()
@@ -217,16 +217,19 @@ def visit(
             cuda = torch.cuda.is_available()
             if cuda:
                 torch.cuda.reset_peak_memory_stats()
+                torch.cuda.reset_peak_host_memory_stats()
             loss = ready.step(batches[0]).float().item()  # compiles; a graph is captured here, which is when it allocates
             if family(name) != "graph":
                 clean()
                 if cuda:
                     torch.cuda.reset_peak_memory_stats()
+                    torch.cuda.reset_peak_host_memory_stats()
                 ready.step(batches[0])
             peak = torch.cuda.max_memory_allocated() - fixed if cuda else None
+            host = torch.cuda.host_memory_stats().get("active_bytes.peak") if cuda else None
             samples = samples_us(ready.step, batches, steps)
         # Not the recipe itself: its step may hold a CUDA graph with a memory pool of its own.
-        return {"samples_us": samples, "peak_bytes": peak, "loss": loss, "policies": ready.policies,
+        return {"samples_us": samples, "peak_bytes": peak, "host_bytes": host, "loss": loss, "policies": ready.policies,
                 "predicted_us": ready.predicted_us, "predicted_bytes": ready.predicted_bytes}  # fmt: skip
     except torch.OutOfMemoryError as error:
         return {"failed": str(error).splitlines()[0]}

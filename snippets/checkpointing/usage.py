@@ -39,3 +39,11 @@ def on_demand(model: torch.nn.Module, ids: torch.Tensor) -> None:
     with patch(model), accumulate(model), apply(model, Keep(("q", "k", "v", "gate"))):
         loss_and_backward(model, ids)
 # --8<-- [end:on_demand]
+
+
+# --8<-- [start:offloaded]
+def offloaded(model: torch.nn.Module, ids: torch.Tensor) -> None:
+    """As above, and gate waits in pinned host memory; its copies run beside the computation."""
+    with patch(model), accumulate(model), apply(model, Keep(("q", "v", "h2", "up"), offload=("gate",))):
+        loss_and_backward(model, ids)
+# --8<-- [end:offloaded]

@@ -1,7 +1,9 @@
 """The planner: exact against brute force, monotonic, honest where nothing fits, and its lines run."""
 
+import dataclasses
 import itertools
 import json
+import math
 import random
 
 import pytest
@@ -77,6 +79,38 @@ def test_more_memory_is_never_slower_and_too_little_is_refused():
     assert times == sorted(times, reverse=True) and times[-1] == pytest.approx(5 * 1000 + 50 + 10)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_with_host_memory(seed):
+    """Within the budget, with no layer over the bus's share, never slower than without, and the best of the uniform bounds."""
+    costs = dataclasses.replace(some(seed), send_bytes=40 * 128, sent_us_per_byte=1e-4)
+    low = min(predict(costs, [o] * 3).peak_bytes for o in options(costs))
+    for budget in range(low, low + 40_000, 8_000):
+        best, without = plan(costs, budget, math.inf), plan(costs, budget)
+        assert best.peak_bytes <= budget and best.step_us <= without.step_us and without.host_bytes == 0
+        assert all(o.sent <= costs.send_bytes for o in best.options)
+        assert plan(costs, budget, best.host_bytes - 1 if best.host_bytes else 0).host_bytes <= max(0, best.host_bytes - 1)
+        for o in options(costs, costs.send_bytes):
+            uniform = predict(costs, [o] * 3)
+            assert uniform.peak_bytes > budget or best.step_us <= uniform.step_us + 1e-6
+
+
+def test_with_enough_memory_nothing_is_sent():
+    costs = dataclasses.replace(some(), send_bytes=1 << 40, sent_us_per_byte=0.0)
+    best = plan(costs, 1 << 40, math.inf)
+    assert best.host_bytes == 0 and {o.policy.name for o in best.options} == {"none"}
+
+
+@pytest.mark.parametrize("host", [-1, float("nan")])
+def test_host_memory_that_is_no_number(host):
+    with pytest.raises(PlanError, match="give a number, 0 for none"):
+        plan(dataclasses.replace(some(), send_bytes=1), 1e6, host)
+
+
+def test_host_memory_whose_bus_was_not_measured():
+    with pytest.raises(PlanError, match="no copies to the host; measure them again"):
+        plan(some(), 1e6, 1e6)
+
+
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     tables = costs_module.measure(**costs_module.EXPERIMENT["smoke"])
@@ -130,10 +164,10 @@ def test_the_command_line_refuses(measured, capsys, arguments, says):
 
 
 def test_lines_of_a_mixture():
-    from snippets.checkpointing.policies import Block, Keep, Nothing
+    from snippets.checkpointing.policies import Block, Keep
 
     model = qwen3.tiny(layers=4)
-    each = [Keep(("q",)), Keep(("q",)), Block(), Nothing()]
+    each = [Keep(("q",)), Keep(("q",)), Block(), Keep((), offload=("gate",))]
     ids = torch.randint(0, 512, (1, 5))
     exec(planner.lines(each), {"model": model, "ids": ids, "labels": ids})
-    assert "[Keep(('q',))] * 2 + [Block()] * 1 + [Nothing()] * 1" in planner.lines(each)
+    assert "[Keep(('q',))] * 2 + [Block()] * 1 + [Keep((), offload=('gate',))] * 1" in planner.lines(each)

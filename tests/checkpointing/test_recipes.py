@@ -10,7 +10,7 @@ from snippets.checkpointing.plan import Costs
 from snippets.measure import check_tables
 
 IDS = torch.randint(0, 512, (2, 16), generator=torch.Generator().manual_seed(0))
-NAMES = ["hf none", "hf full", "hf every2", "hf attention", "hf mlp", "hf selective", "ours none", "ours full", "ours keep", "ours keep q+gate", "ours plan 1"]
+NAMES = ["hf none", "hf full", "hf every2", "hf attention", "hf mlp", "hf selective", "ours none", "ours full", "ours keep", "ours keep q+gate", "ours keep offload gate", "ours keep up offload q+gate", "ours plan 1"]
 
 
 def state(model):
@@ -55,7 +55,7 @@ def test_compiled_layers_compute_the_same_and_are_restored():
     assert seen == [0.3] and config.activation_memory_budget == budget and state(model) == before
 
 
-@pytest.mark.parametrize("name", ["hf", "hf all", "theirs none", "ours plan", "ours keep gate+x", "compiled 0.3"])
+@pytest.mark.parametrize("name", ["hf", "hf all", "theirs none", "ours plan", "ours keep gate+x", "ours keep gate offload gate", "ours keep offload x", "compiled 0.3"])
 def test_unknown_names_are_refused(name):
     model = qwen3.tiny()
     before = state(model)

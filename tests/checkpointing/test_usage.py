@@ -9,7 +9,7 @@ from snippets.checkpointing import usage
 IDS = torch.randint(0, 512, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("way", [usage.selective, usage.mixed, usage.on_demand], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("way", [usage.selective, usage.mixed, usage.on_demand, usage.offloaded], ids=lambda f: f.__name__)
 def test_gradients_are_the_model_s(way):
     model = qwen3.tiny(layers=3)
     model(IDS, labels=IDS, use_cache=False).loss.backward()

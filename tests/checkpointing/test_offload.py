@@ -1,0 +1,185 @@
+"""Tensors in host memory: same bits, freed on the device in time, fetched one layer ahead, and loud when written to."""
+
+import gc
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from snippets import qwen3
+from snippets.checkpointing import agreement, offload, pareto, recipes
+from snippets.checkpointing import policies as p
+from snippets.checkpointing.on_demand import TENSORS, LayerHooks
+from snippets.kernels import patch
+
+IDS = torch.randint(0, 512, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def model():
+    net = qwen3.tiny(layers=3)
+    patch(net)
+    return net
+
+
+def hooked(model, keep, away):
+    return [LayerHooks(layer, keep, away) for layer in model.model.layers]
+
+
+def loss_of(model, ids=IDS):
+    return model(ids, labels=ids, use_cache=False).loss
+
+
+def gradients(model):
+    model.zero_grad(set_to_none=True)
+    loss_of(model).backward()
+    return {n: q.grad.clone() for n, q in model.named_parameters()}
+
+
+def same(a, b):
+    return all(torch.equal(a[n], b[n]) for n in a | b)
+
+
+@pytest.mark.parametrize(("keep", "away"), [((), TENSORS), (("up",), ("gate",)), (("gate",), ("q", "h2")), ((), ("product",)),
+                                            *(((), (t,)) for t in TENSORS)])  # fmt: skip
+def test_gradients_have_the_same_bits_and_nothing_sent_is_recomputed(model, keep, away):
+    expected = gradients(model)
+    hooks = hooked(model, keep, away)
+    for _ in range(2):
+        assert same(gradients(model), expected)
+    assert not set(hooks[0].recomputed) & {*keep, *away}
+    for each in hooks:
+        each.off()
+    assert same(gradients(model), expected)
+
+
+def watch(model, path="mlp.gate_proj"):
+    seen = []
+    for layer in model.model.layers:
+        layer.get_submodule(path).register_forward_hook(lambda m, a, out: seen.append(StorageWeakRef(out.untyped_storage())))
+    return seen
+
+
+def test_only_the_last_layer_s_stay_on_the_device(model):
+    hooked(model, ("up",), ("gate",))
+    seen = watch(model)
+    loss = loss_of(model)
+    assert [s.expired() for s in seen] == [True, True, False]
+    loss.backward()
+    assert all(s.expired() for s in seen)
+
+
+def test_fetched_one_layer_ahead_once_each_and_the_last_never(model, monkeypatch):
+    log = []
+    copy = offload.Parcel._copy
+    monkeypatch.setattr(offload.Parcel, "_copy", lambda self, to, source: (log.append("out" if to is self.host else "back"), copy(self, to, source))[1])
+    hooked(model, (), ("q", "gate", "up"))
+    for i, layer in enumerate(model.model.layers):
+        layer.register_full_backward_hook(lambda *_, i=i: log.append(i))
+    loss = loss_of(model)
+    assert log == ["out"] * 9
+    log.clear()
+    loss.backward()
+    # The two layers below come back while the one above is at work; the last layer's tensors have not left.
+    assert log == ["back"] * 3 + [2] + ["back"] * 3 + [1] + [0]
+
+
+def test_a_second_backward(model):
+    expected = gradients(model)
+    hooked(model, (), ("gate", "v"))
+    model.zero_grad(set_to_none=True)
+    loss = loss_of(model)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert all(torch.equal(q.grad, 2 * expected[n]) for n, q in model.named_parameters())
+
+
+def test_two_models_whose_forwards_interleave(model):
+    other = qwen3.tiny(layers=2)
+    patch(other)
+    expected = [gradients(m) for m in (model, other)]
+    for m in (model, other):
+        hooked(m, (), ("gate", "up"))
+        m.zero_grad(set_to_none=True)
+    a, b, c = loss_of(model), loss_of(other), loss_of(model)
+    a.backward()
+    b.backward()
+    del c
+    assert same(expected[1], {n: q.grad for n, q in other.named_parameters()}) and same(expected[0], {n: q.grad for n, q in model.named_parameters()})
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_nothing_is_left_behind(model, backward):
+    """Neither after a backward nor of a graph that is dropped without one; no cycle that only the collector frees."""
+    hooked(model, (), ("gate", "up"))
+
+    def once():
+        model.zero_grad(set_to_none=True)
+        loss = loss_of(model)
+        if backward:
+            loss.backward()
+
+    once()
+    gc.collect()
+    gc.disable()
+    try:
+        before = sum(type(o) in (torch.Tensor, offload.Parcel, offload.Shipment) for o in gc.get_objects())
+        for _ in range(3):
+            once()
+        assert sum(type(o) in (torch.Tensor, offload.Parcel, offload.Shipment) for o in gc.get_objects()) <= before
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("index", [0, 2], ids=["while it leaves", "while it waits"])
+def test_a_tensor_written_to_after_it_was_saved(model, index):
+    hooked(model, ("up",), ("gate",))
+    held = []
+    model.model.layers[index].mlp.gate_proj.register_forward_hook(lambda m, a, out: held.append(out.detach()))
+
+    def write(*_):
+        held.pop().zero_()
+
+    model.model.layers[index].register_forward_hook(write)
+    loss = loss_of(model)
+    with pytest.raises(RuntimeError, match="gate was written to in place"):
+        loss.backward()
+
+
+def test_what_is_refused(model):
+    layer = model.model.layers[0]
+    with pytest.raises(p.PolicyError, match="cannot be both kept and offloaded"):
+        LayerHooks(layer, ("gate",), ("gate", "up"))
+    with pytest.raises(p.PolicyError, match="cannot be both kept and offloaded"):
+        p.Keep(("gate",), offload=("gate",))
+    with pytest.raises(p.PolicyError, match="unknown tensors gat"):
+        p.Keep((), offload=("gat",))
+    assert p.Keep(("up",), offload=("gate", "q")).name == "keep up offload q+gate"
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_less_memory_and_the_same_gradients():
+    model = qwen3.build(6, vocab_size=4096)
+    ids = pareto.batches_of(model, 1, 2048, 2)
+    want = agreement.gradients(model, "ours keep gate+up", ids[0])
+    reference = [q.grad.clone() for q in model.parameters()]
+    peaks = []
+    for name in ("ours keep gate+up", "ours keep up offload gate", "ours keep offload gate+up"):
+        got = agreement.gradients(model, name, ids[0])  # once more than measured, so that pinned memory exists
+        torch.cuda.reset_peak_memory_stats()
+        got = agreement.gradients(model, name, ids[0])
+        peaks.append(torch.cuda.max_memory_allocated())
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=0)
+        assert agreement.difference(model, reference)[1] < 1e-2
+    size = 2048 * model.config.intermediate_size * 2
+    # Of six layers four need not be on the device at once.
+    assert peaks[0] - peaks[1] >= 3 * size and peaks[0] - peaks[2] >= 6 * size
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_is_refused():
+    model = qwen3.build(2, vocab_size=4096)
+    (ids,) = pareto.batches_of(model, 1, 256, 1)
+    recipes.fixed_bytes(model)
+    with recipes.recipe("ours keep offload gate under graph", model) as ready, pytest.raises(RuntimeError, match="inside the capture of a CUDA graph"):
+        ready.step(ids)
