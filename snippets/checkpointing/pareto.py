@@ -31,9 +31,9 @@ EXPERIMENT = {
     "full": {
         "size": "8b", "layers": 36, "cost_rounds": 20,
         "cases": [[1, 4096, 4, [
-            "hf none", "hf full", "hf every2", "hf every4", "hf attention", "hf mlp", "hf selective", "hf offload",
-            "liger none", "liger full", "liger every2", "liger selective",
-            "ours none", "ours full", "ours keep", "ours plan 2.8", "ours plan 4", "ours plan 6", "ours plan 9", "ours plan 12", "ours plan 16",
+            "hf none", "hf full", "hf every2", "hf attention", "hf mlp", "hf selective", "hf offload",
+            "liger none", "liger full", "liger selective",
+            "ours none", "ours full", "ours keep", "ours plan 2.8", "ours plan 4", "ours plan 6", "ours plan 9", "ours plan 16",
             "ours plan 2.8 host", "ours plan 4 host", "ours plan 6 host", "ours plan 9 host",
             "hf none under graph", "hf full under graph", "liger full under graph", "ours none under graph", "ours plan 2.8 under graph", "ours plan 9 under graph",
         ]]],
