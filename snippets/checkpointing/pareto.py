@@ -35,7 +35,7 @@ EXPERIMENT = {
             "liger none", "liger full", "liger selective",
             "ours none", "ours full", "ours keep", "ours plan 2.8", "ours plan 4", "ours plan 6", "ours plan 9", "ours plan 16",
             "ours plan 2.8 host", "ours plan 4 host", "ours plan 6 host", "ours plan 9 host",
-            "hf none under graph", "hf full under graph", "liger full under graph", "ours none under graph", "ours plan 2.8 under graph", "ours plan 9 under graph",
+            "hf none under graph", "hf full under graph", "ours none under graph", "ours plan 2.8 under graph", "ours plan 9 under graph",
         ]]],
         "compiled": ["compiled 1 flops", "compiled 0.5 flops", "compiled 0.3 flops", "compiled 0 flops", "compiled 0.3 profile"],
     },

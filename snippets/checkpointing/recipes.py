@@ -172,8 +172,12 @@ def _captured(ready: Ready) -> Ready:
                 ready.step(held["ids"])
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                held["loss"] = ready.step(held["ids"])
+            try:
+                with torch.cuda.graph(graph):
+                    held["loss"] = ready.step(held["ids"])
+            except RuntimeError as error:  # what ended the capture, then the one about its end
+                first = str(error.__context__ or error).splitlines()[0]
+                raise Unfit(f"the step cannot be captured in a CUDA graph: {first}") from error
             held["graph"] = graph
         held["ids"].copy_(ids)
         held["graph"].replay()

@@ -136,6 +136,16 @@ def test_a_gradient_that_differs_is_found(monkeypatch):
 
 
 @pytest.mark.gpu
+def test_a_step_that_waits_for_the_host_is_no_graph_and_says_so():
+    """Liger's fused loss reads a count back from the device."""
+    pytest.importorskip("liger_kernel")
+    model = qwen3.build(2, vocab_size=4096)
+    ids = pareto.batches_of(model, 1, 256, 2)
+    assert "cannot be captured in a CUDA graph: CUDA error" in recipes.visit("liger none under graph", model, ids, 5)["failed"]
+    assert recipes.visit("ours none under graph", model, ids, 5)["loss"] > 0
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["ours none under graph", "ours keep under graph", "hf full under graph"])
 def test_a_graph_computes_what_its_recipe_does(name):
     model = qwen3.build(2, vocab_size=4096)
