@@ -33,6 +33,7 @@ EXPERIMENT = {
     # What the outcome depends on: every file with a test marked gpu, and what they share.
     "data": [
         "tests/checkpointing/test_chunked_loss.py",
+        "tests/checkpointing/test_offload.py",
         "tests/checkpointing/test_pitfalls.py",
         "tests/checkpointing/test_recipes.py",
         "tests/kernels/test_cross_entropy.py",
