@@ -10,8 +10,8 @@ layer's copies cost no time as long as they take less than a layer's forward; ``
 
 What is on the device besides: in the forward the tensors of one layer, in the backward those of two.
 
-The same order is used by Megatron-Core (fine-grained activation offloading), TransformerEngine (cpu_offload) and torchtune
-(OffloadActivations); there the unit is a whole module, here a single tensor.
+Copies beside the computation are also in Megatron-Core (inputs of named submodules, user guide 0.19), TransformerEngine
+(cpu_offloading) and TRL (every saved tensor above a size). Here each tensor is named, and a planner weighs it against recompute.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Parcel:
             self.version = self.tensor._version
 
     def take(self, name: str) -> Tensor:
-        """The tensor, which the current stream may use from now on; afterwards only the host has it.
+        """The tensor, for the current stream to use; afterwards only the host has it.
 
         Raises:
             RuntimeError: it was written to while it was copied.
@@ -77,6 +77,8 @@ class Parcel:
         if self.changed or self.tensor._version != self.version:
             raise RuntimeError(f"offload: {name} was written to in place after it was saved; clone it before, or don't offload it")
         self._settle()
+        if self.arrived is not None:  # a backward may run on another stream than what fetched
+            torch.cuda.current_stream(self.tensor.device).wait_event(self.arrived)
         tensor, self.tensor, self.taken = self.tensor, None, True
         return tensor
 

@@ -4,7 +4,7 @@
 
 prints the fastest configuration whose predicted peak fits, what it is predicted to cost, and the lines to
 paste. The budget is for activations: the peak above weights and gradients. With ``--host-gib`` some tensors may
-wait in pinned host memory, as much of it as given.
+wait in pinned host memory, at most as much of it as given.
 
 The model. A layer under ``Keep`` stores its input, the attention's output and log-sum-exp, and the tensors
 kept; each dropped tensor costs the time of its recipe once, since the backward asks for each of them exactly
@@ -109,13 +109,15 @@ class Costs:
 
 @dataclass(frozen=True)
 class Option:
-    """One policy for one layer: bytes stored after its forward, bytes on top in its backward, extra time in µs, bytes sent to the host."""
+    """One policy for one layer: bytes stored after its forward, bytes on top in its backward, extra time in µs, bytes sent
+    to the host, and the pinned memory that those take there."""
 
     policy: Policy
     stored: int
     workspace: int
     extra_us: float
     sent: int = 0
+    pinned: int = 0
 
 
 @dataclass(frozen=True)
@@ -133,8 +135,13 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """In host memory; the allocator rounds each tensor up to a power of two."""
-        return sum(o.sent for o in self.options)
+        """Pinned host memory."""
+        return sum(o.pinned for o in self.options)
+
+
+def pinned_bytes(nbytes: int) -> int:
+    """What torch's pinned allocator takes for a tensor: the next power of two."""
+    return 1 << max(0, nbytes - 1).bit_length()
 
 
 def subsets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
@@ -142,13 +149,14 @@ def subsets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
     return itertools.chain.from_iterable(itertools.combinations(names, n) for n in range(len(names) + 1))
 
 
-def options(costs: Costs, send: int = 0) -> list[Option]:
-    """Every policy for a layer that sends at most ``send`` bytes and that no other one beats in bytes, workspace and time."""
+def options(costs: Costs, send: int = 0, pinned: float = math.inf) -> list[Option]:
+    """Every policy for a layer that no other one beats in bytes, workspace and time; of those that send at most ``send``
+    bytes, which take at most ``pinned`` bytes of the host."""
     found = [Option(Block(), costs.input_bytes, costs.block_workspace_bytes, costs.block_us - costs.layer_us)]
     size = {t: costs.tensors[t][0] for t in TENSORS}
     for away in subsets(SENT):
-        sent = sum(size[t] for t in away)
-        if sent > send:
+        sent, held = sum(size[t] for t in away), sum(pinned_bytes(size[t]) for t in away)
+        if sent > send or held > pinned:
             continue
         for kept in subsets([t for t in TENSORS if t not in away]):
             dropped = [t for t in TENSORS if t not in kept and t not in away]
@@ -156,7 +164,7 @@ def options(costs: Costs, send: int = 0) -> list[Option]:
                 Keep(kept, away) if dropped or away else Nothing(),
                 costs.input_bytes + costs.attention_bytes + sum(size[t] for t in kept),
                 costs.workspace_bytes + sum(size[t] for t in dropped if t in MLP_HALF) + sent,
-                sum(costs.tensors[t][1] for t in dropped) + sent * costs.sent_us_per_byte, sent,
+                sum(costs.tensors[t][1] for t in dropped) + sent * costs.sent_us_per_byte, sent, held,
             ))  # fmt: skip
     # Of two that cost the same the one that leaves the host alone.
     found.sort(key=lambda o: (o.stored, o.extra_us, o.workspace, o.sent))
@@ -195,12 +203,11 @@ def plan(costs: Costs, budget_bytes: float, host_bytes: float = 0) -> Plan:
         raise PlanError(f"{host_bytes} bytes of host memory: give a number, 0 for none")
     if host_bytes and not costs.send_bytes:
         raise PlanError("these costs have no copies to the host; measure them again, on a GPU")
-    most = min(costs.send_bytes, host_bytes / costs.layers)
     sizes = {sum(costs.tensors[t][0] for t in away) for away in subsets(SENT)}
     found, refusal = [], None
-    for send in sorted(s for s in sizes if s <= most):
+    for send in sorted(s for s in sizes if s <= costs.send_bytes) if host_bytes else [0]:
         try:
-            found.append(_within(costs, int(budget_bytes), send))
+            found.append(_within(costs, int(budget_bytes), send, host_bytes / costs.layers))
         except PlanError as error:
             refusal = error
     if not found:
@@ -208,9 +215,9 @@ def plan(costs: Costs, budget_bytes: float, host_bytes: float = 0) -> Plan:
     return min(found, key=lambda p: (p.step_us, p.host_bytes))
 
 
-def _within(costs: Costs, budget_bytes: int, send: int) -> Plan:
+def _within(costs: Costs, budget_bytes: int, send: int, pinned: float) -> Plan:
     """The fastest whose layers send at most so many bytes each, with room for a neighbour's on top of every layer."""
-    choices = options(costs, send)
+    choices = options(costs, send, pinned)
     unit = math.gcd(*(o.stored for o in choices))
     slots = min(budget_bytes, costs.layers * max(o.stored for o in choices)) // unit + 1
     time = torch.full((max(slots, 1),), math.inf, dtype=torch.float64)

@@ -121,15 +121,23 @@ def _public(model: torch.nn.Module, policy: str) -> Iterator[None]:
 def _ours(model: torch.nn.Module, policy: str, arguments: list[str], costs: Costs | None) -> Iterator[Ready]:
     layers, predicted = len(policies.layers_of(model)), None
     if policy == "plan":
+        match arguments:
+            case [budget]:
+                host = 0.0
+            case [budget, "host"]:
+                host = math.inf
+            case _:
+                raise ValueError(f"ours plan {' '.join(arguments)}: give a budget in GiB, and host behind it or nothing")
         if costs is None:
             raise ValueError("ours plan: no costs for this shape were given")
-        budget, *host = arguments
-        predicted = plan(costs, int(float(budget) * GIB), math.inf if host == ["host"] else 0)
+        predicted = plan(costs, int(float(budget) * GIB), host)
         each = predicted.policies
     else:
         kept, _, away = (" ".join(arguments)).partition("offload")
         kinds = {"none": policies.Nothing, "full": policies.Block,
                  "keep": lambda: policies.Keep(*(part.strip().split("+") if part.strip() else () for part in (kept, away)))}  # fmt: skip
+        if arguments and policy != "keep":
+            raise ValueError(f"ours {policy} takes nothing behind it, got {' '.join(arguments)!r}")
         if policy not in kinds:
             raise ValueError(f"no policy {policy!r} of ours: known are none, full, keep, plan")
         each = [kinds[policy]()] * layers
@@ -211,8 +219,9 @@ def visit(
     """Apply a recipe, warm up, measure the peak of one step and the time of ``steps`` more, take it out again.
 
     Returns:
-        ``samples_us`` (list), ``peak_bytes`` above weights and gradients and ``host_bytes`` of pinned memory (None without CUDA), ``loss`` of the first
-        batch, ``policies``, ``predicted_us`` and ``predicted_bytes``; or ``{"failed": why}`` where memory didn't suffice.
+        ``samples_us`` (list), ``peak_bytes`` above weights and gradients and ``host_bytes`` of pinned memory (None without
+        CUDA), ``loss`` of the first batch, ``policies``, ``predicted_us`` and ``predicted_bytes``; or ``{"failed": why}`` where
+        memory didn't suffice or the step cannot be captured.
     """
     clean()
     fixed = fixed_bytes(model)

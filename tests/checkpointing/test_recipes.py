@@ -64,6 +64,15 @@ def test_unknown_names_are_refused(name):
     assert state(model) == before
 
 
+@pytest.mark.parametrize(("name", "says"), [
+    ("ours plan", "give a budget in GiB"), ("ours plan 1 hots", "give a budget in GiB"), ("ours plan 1 host 2", "give a budget in GiB"),
+    ("ours none gate", "takes nothing behind it, got 'gate'"), ("ours plan 1", "no costs"),
+])  # fmt: skip
+def test_what_stands_behind_a_name_is_read_or_refused(name, says):
+    with pytest.raises(ValueError, match=says), recipes.recipe(name, qwen3.tiny()):
+        pass
+
+
 def test_what_runs_out_of_memory_is_a_row_and_the_others_go_on(monkeypatch):
     model = qwen3.tiny()
     before = state(model)
