@@ -7,7 +7,7 @@ tensor that some operator saves. If the tensor is one that the policy drops, the
 instead: which tensor, which view of it. When the backward opens the note, the tensor is made by
 the same kernel from its stored inputs, or from inputs that are made first, in turn. So
 
-* nothing runs that the backward does not ask for: neither ``down_proj`` nor the residual additions,
+* nothing runs that the backward does not ask for: neither ``down_proj`` nor the residual addition after it,
 * no random-number state, no second autograd graph and no dispatch mode are involved,
 * what is recomputed has the bits of the forward, provided that the kernels are deterministic.
 
