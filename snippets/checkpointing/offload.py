@@ -10,6 +10,9 @@ layer's copies cost no time as long as they take less than a layer's forward; ``
 
 What is on the device besides: in the forward the tensors of one layer, in the backward those of two.
 
+Pinned memory is used again without a wait, since the copies of one device follow each other on one stream; torch's own pinned
+allocator waits for their end, and a host that runs ahead of the device then takes twice as much. ``release`` gives it back.
+
 Copies beside the computation are also in Megatron-Core (inputs of named submodules, user guide 0.19), TransformerEngine
 (cpu_offloading) and TRL (every saved tensor above a size). Here each tensor is named, and a planner weighs it against recompute.
 """
@@ -23,6 +26,26 @@ from torch import Tensor
 
 _side: dict[torch.device, torch.cuda.Stream] = {}
 _latest: dict[torch.device, weakref.ref[Shipment]] = {}
+_idle: dict[tuple[torch.device, int], list[Tensor]] = {}  # pinned memory between two uses, by the device it serves and bytes
+
+
+def pinned_bytes(nbytes: int) -> int:
+    """What a tensor takes of the host: the next power of two, as in torch's pinned allocator, so that lengths may vary."""
+    return 1 << max(0, nbytes - 1).bit_length()
+
+
+def release() -> None:
+    """Give pinned memory that holds no tensor back to torch's allocator."""
+    _idle.clear()
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    """Host memory for a tensor that fills its storage, as bytes."""
+    nbytes = pinned_bytes(tensor.untyped_storage().nbytes())
+    try:
+        return _idle[tensor.device, nbytes].pop()
+    except (KeyError, IndexError):
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=tensor.is_cuda)
 
 
 class Parcel:
@@ -31,23 +54,23 @@ class Parcel:
     On a CPU the copies are plain ones, so that everything else can be tested there.
     """
 
-    __slots__ = ("host", "tensor", "version", "changed", "taken", "arrived", "stream", "__weakref__")
+    __slots__ = ("memory", "host", "tensor", "device", "version", "changed", "taken", "arrived", "stream", "__weakref__")
 
     def __init__(self, tensor: Tensor):
-        self.tensor, self.version = tensor.detach(), tensor._version
+        self.tensor, self.device, self.version = tensor.detach(), tensor.device, tensor._version
         self.changed = self.taken = False
         cuda = tensor.is_cuda
         self.stream = torch.cuda.current_stream(tensor.device) if cuda else None
         self.arrived = torch.cuda.Event() if cuda else None
-        self.host = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, pin_memory=cuda)
+        self.memory = _pinned(tensor)
+        self.host = self.memory[: tensor.nbytes].view(tensor.dtype).as_strided(tensor.size(), tensor.stride())
         self._copy(self.host, self.tensor)
 
     def _copy(self, to: Tensor, source: Tensor) -> None:
         if self.stream is None:
             to.copy_(source)
             return
-        device = self.tensor.device
-        side = _side.get(device) or _side.setdefault(device, torch.cuda.Stream(device))
+        side = _side.get(self.device) or _side.setdefault(self.device, torch.cuda.Stream(self.device))
         side.wait_stream(self.stream)  # what made the tensor, and who had the new tensor's memory before
         with torch.cuda.stream(side):
             to.copy_(source, non_blocking=True)
@@ -60,11 +83,11 @@ class Parcel:
             self._settle()
             self.tensor = None
 
-    def fetch(self, device: torch.device) -> None:
+    def fetch(self) -> None:
         """Start the copy back, unless the tensor is on the device."""
         if self.tensor is None:
-            self.tensor = torch.empty_strided(self.host.size(), self.host.stride(), dtype=self.host.dtype, device=device)
-            self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+            self.tensor = torch.empty_strided(self.host.size(), self.host.stride(), dtype=self.host.dtype, device=self.device)
+            self.stream = torch.cuda.current_stream(self.device) if self.stream is not None else None
             self._copy(self.tensor, self.host)
             self.version = self.tensor._version
 
@@ -78,7 +101,7 @@ class Parcel:
             raise RuntimeError(f"offload: {name} was written to in place after it was saved; clone it before, or don't offload it")
         self._settle()
         if self.arrived is not None:  # a backward may run on another stream than what fetched
-            torch.cuda.current_stream(self.tensor.device).wait_event(self.arrived)
+            torch.cuda.current_stream(self.device).wait_event(self.arrived)
         tensor, self.tensor, self.taken = self.tensor, None, True
         return tensor
 
@@ -90,6 +113,8 @@ class Parcel:
     def __del__(self):
         if getattr(self, "tensor", None) is not None:  # a graph that was dropped before its backward
             self._settle()
+        if hasattr(self, "memory"):
+            _idle.setdefault((self.device, self.memory.numel()), []).append(self.memory)
 
 
 class Shipment:
@@ -124,7 +149,7 @@ class Shipment:
         """Start what this layer and the one before it need and what is not on its way yet."""
         for parcel in (*self.alive(), *self._of_previous()):
             if not parcel.taken:
-                parcel.fetch(self.device)
+                parcel.fetch()
 
 
 class Sent:
@@ -139,7 +164,7 @@ class Sent:
     def make(self, wanted) -> Tensor:
         """Fetch for ``wanted``, an ``on_demand.Node``; it keeps the tensor while a note waits for it."""
         self.shipment.fetch()
-        self.parcel.fetch(self.shipment.device)  # nothing, except for a second backward
+        self.parcel.fetch()  # nothing, except for a second backward
         tensor = self.parcel.take(wanted.name)
         if wanted.waiting > 0:
             wanted.value = tensor

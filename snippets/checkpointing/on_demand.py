@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from snippets.checkpointing.offload import Sent, Shipment
+from snippets.checkpointing.offload import Sent, Shipment, release
 from snippets.checkpointing.switching import PolicyError, covered_by, switch_class
 
 # What a policy may keep or drop, in the order of the forward.
@@ -245,6 +245,8 @@ class LayerHooks:
         while self._undo:
             self._undo[-1]()
             self._undo.pop()
+        if self.offload:
+            release()
 
     def _switch(self, layer: torch.nn.Module, attention: torch.nn.Module, mlp: torch.nn.Module) -> None:
         # prepend: other hooks may replace what they see, so these come first on an output and on what enters a norm. What

@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 
+from snippets.checkpointing.offload import pinned_bytes
 from snippets.checkpointing.on_demand import TENSORS
 from snippets.checkpointing.policies import Block, Keep, Nothing, Policy
 
@@ -49,7 +50,7 @@ class PlanError(ValueError):
     """No plan: costs that don't fit the question, or a budget that nothing fits."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Costs:
     """What ``costs`` measured for one batch × sequence, in bytes and µs."""
 
@@ -137,11 +138,6 @@ class Plan:
     def host_bytes(self) -> int:
         """Pinned host memory."""
         return sum(o.pinned for o in self.options)
-
-
-def pinned_bytes(nbytes: int) -> int:
-    """What torch's pinned allocator takes for a tensor: the next power of two."""
-    return 1 << max(0, nbytes - 1).bit_length()
 
 
 def subsets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:

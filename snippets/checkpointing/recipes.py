@@ -21,6 +21,7 @@ activations are what is above them at the peak. No optimizer runs inside.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import math
@@ -117,6 +118,10 @@ def _public(model: torch.nn.Module, policy: str) -> Iterator[None]:
         raise ValueError(f"no policy {policy!r}: known are none, full, everyN, offload, attention, mlp, selective")
 
 
+# The search takes seconds, and a comparison comes to each recipe twice.
+_planned = functools.lru_cache(plan)
+
+
 @contextlib.contextmanager
 def _ours(model: torch.nn.Module, policy: str, arguments: list[str], costs: Costs | None) -> Iterator[Ready]:
     layers, predicted = len(policies.layers_of(model)), None
@@ -130,7 +135,7 @@ def _ours(model: torch.nn.Module, policy: str, arguments: list[str], costs: Cost
                 raise ValueError(f"ours plan {' '.join(arguments)}: give a budget in GiB, and host behind it or nothing")
         if costs is None:
             raise ValueError("ours plan: no costs for this shape were given")
-        predicted = plan(costs, int(float(budget) * GIB), host)
+        predicted = _planned(costs, int(float(budget) * GIB), host)
         each = predicted.policies
     else:
         kept, _, away = (" ".join(arguments)).partition("offload")
@@ -205,12 +210,21 @@ def fixed_bytes(model: torch.nn.Module) -> int:
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
+def pinned_memory() -> int:
+    """Bytes of the host that torch's pinned allocator holds, in use or not; CUDA only, else 0.
+
+    Not its ``active_bytes``: up to torch 2.11 they don't fall when memory is freed after a copy (pytorch#179380).
+    """
+    return torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) if torch.cuda.is_available() else 0
+
+
 def clean() -> None:
     """Give back what a recipe left."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+        torch._C._host_emptyCache()  # torch 2.11 has no public name for it
 
 
 def visit(
@@ -219,28 +233,26 @@ def visit(
     """Apply a recipe, warm up, measure the peak of one step and the time of ``steps`` more, take it out again.
 
     Returns:
-        ``samples_us`` (list), ``peak_bytes`` above weights and gradients and ``host_bytes`` of pinned memory (None without
-        CUDA), ``loss`` of the first batch, ``policies``, ``predicted_us`` and ``predicted_bytes``; or ``{"failed": why}`` where
-        memory didn't suffice or the step cannot be captured.
+        ``samples_us`` (list), ``peak_bytes`` above weights and gradients and ``host_bytes`` of pinned memory after the last
+        step (None without CUDA), ``loss`` of the first batch, ``policies``, ``predicted_us`` and ``predicted_bytes``; or
+        ``{"failed": why}`` where memory didn't suffice or the step cannot be captured.
     """
     clean()
-    fixed = fixed_bytes(model)
+    fixed, pinned = fixed_bytes(model), pinned_memory()
     try:
         with recipe(name, model, costs) as ready:
             cuda = torch.cuda.is_available()
             if cuda:
                 torch.cuda.reset_peak_memory_stats()
-                torch.cuda.reset_peak_host_memory_stats()
             loss = ready.step(batches[0]).float().item()  # compiles; a graph is captured here, which is when it allocates
             if family(name) != "graph":
                 clean()
                 if cuda:
                     torch.cuda.reset_peak_memory_stats()
-                    torch.cuda.reset_peak_host_memory_stats()
                 ready.step(batches[0])
             peak = torch.cuda.max_memory_allocated() - fixed if cuda else None
-            host = torch.cuda.host_memory_stats().get("active_bytes.peak") if cuda else None
             samples = samples_us(ready.step, batches, steps)
+            host = pinned_memory() - pinned if cuda else None
         # Not the recipe itself: its step may hold a CUDA graph with a memory pool of its own.
         return {"samples_us": samples, "peak_bytes": peak, "host_bytes": host, "loss": loss, "policies": ready.policies,
                 "predicted_us": ready.predicted_us, "predicted_bytes": ready.predicted_bytes}  # fmt: skip
@@ -255,8 +267,10 @@ def visit(
 def samples_us(step: Callable[[Tensor], Any], batches: list[Tensor], steps: int) -> list[float]:
     """Times of ``steps`` steps that follow each other without a wait, as in training.
 
-    So the host works ahead of the device where it can, and where it cannot, that shows in the time.
+    So the host works ahead of the device where it can, and where it cannot, that shows in the time. One more step comes
+    first: in it a host that works ahead takes the pinned memory of a second step, where the recipe needs it.
     """
+    step(batches[-1])
     if not torch.cuda.is_available():
         marks = [time.perf_counter()]
         for i in range(steps):

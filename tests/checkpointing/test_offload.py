@@ -131,6 +131,40 @@ def test_nothing_is_left_behind(model, backward):
         gc.enable()
 
 
+def test_host_memory_is_used_again_and_given_back(model):
+    offload.release()
+    hooks = hooked(model, ("up",), ("gate", "product"))
+    sizes = []
+    for ids in (IDS, IDS[:, :-1], IDS):  # a little shorter: the same memory
+        loss_of(model, ids).backward()
+        sizes.append({key: sorted(t.data_ptr() for t in idle) for key, idle in offload._idle.items()})
+    assert sizes[0] == sizes[1] == sizes[2] and [len(v) for v in sizes[0].values()] == [6]  # both have one size
+    loss = loss_of(model)
+    other = loss_of(model)  # while the first graph lives, its memory is not for others
+    assert sum(map(len, offload._idle.values())) == 0
+    del loss, other
+    assert sum(map(len, offload._idle.values())) == 12
+    for each in hooks:
+        each.off()
+    assert not offload._idle
+
+
+def test_two_graphs_at_once_have_the_right_gradients(model):
+    more = IDS.flip(0, 1)
+    want = []
+    for ids in (IDS, more):
+        model.zero_grad(set_to_none=True)
+        loss_of(model, ids).backward()
+        want.append({n: q.grad.clone() for n, q in model.named_parameters()})
+    hooked(model, (), ("q", "gate", "up"))
+    gradients(model)  # memory that the next ones use again
+    first, second = loss_of(model), loss_of(model, more)
+    for loss, expected in ((second, want[1]), (first, want[0])):
+        model.zero_grad(set_to_none=True)
+        loss.backward()
+        assert same({n: q.grad for n, q in model.named_parameters()}, expected)
+
+
 @pytest.mark.parametrize("index", [0, 2], ids=["while it leaves", "while it waits"])
 def test_a_tensor_written_to_after_it_was_saved(model, index):
     hooked(model, ("up",), ("gate",))
@@ -157,6 +191,11 @@ def test_what_is_refused(model):
     assert p.Keep(("up",), offload=("gate", "q")).name == "keep up offload q+gate"
 
 
+@pytest.mark.parametrize(("nbytes", "pinned"), [(1, 1), (2, 2), (3, 4), (96 << 20, 128 << 20), (128 << 20, 128 << 20)])
+def test_pinned_memory_comes_in_powers_of_two(nbytes, pinned):
+    assert offload.pinned_bytes(nbytes) == pinned
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_less_memory_and_the_same_gradients():
     model = qwen3.build(6, vocab_size=4096)
@@ -174,6 +213,28 @@ def test_on_a_gpu_less_memory_and_the_same_gradients():
     size = 2048 * model.config.intermediate_size * 2
     # Of six layers four need not be on the device at once.
     assert peaks[0] - peaks[1] >= 3 * size and peaks[0] - peaks[2] >= 6 * size
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_host_that_runs_ahead_takes_no_more_memory():
+    """Steps without a wait between them, each with other tokens: pinned memory is used again before the device is done with it."""
+    model = qwen3.build(4, vocab_size=4096)
+    batches = pareto.batches_of(model, 1, 2048, 4)
+    seen = recipes.visit("ours keep up offload gate", model, batches, 8)
+    assert seen["host_bytes"] == 4 * offload.pinned_bytes(2048 * model.config.intermediate_size * 2)
+    assert recipes.visit("ours keep", model, batches, 2)["host_bytes"] == 0
+
+    def after(name):
+        recipes.fixed_bytes(model)
+        torch._foreach_zero_([q.grad for q in model.parameters()])
+        with recipes.recipe(name, model) as ready:
+            for ids in batches:
+                ready.step(ids)
+        return [q.grad.clone() for q in model.parameters()]
+
+    want = after("ours none")
+    after("ours keep offload q+gate+up")
+    assert agreement.difference(model, want)[1] < 1e-2
 
 
 @pytest.mark.gpu

@@ -94,11 +94,6 @@ def test_with_host_memory(seed):
             assert uniform.peak_bytes > budget or best.step_us <= uniform.step_us + 1e-6
 
 
-@pytest.mark.parametrize(("nbytes", "pinned"), [(1, 1), (2, 2), (3, 4), (96 << 20, 128 << 20), (128 << 20, 128 << 20)])
-def test_pinned_memory_comes_in_powers_of_two(nbytes, pinned):
-    assert planner.pinned_bytes(nbytes) == pinned
-
-
 def test_with_enough_memory_nothing_is_sent():
     costs = dataclasses.replace(some(), send_bytes=1 << 40, sent_us_per_byte=0.0)
     best = plan(costs, 1 << 40, math.inf)
