@@ -245,7 +245,9 @@ def _within(costs: Costs, budget_bytes: int, send: int, pinned: float) -> Plan:
         option = choices[int(taken[i, at])]
         chosen.append(option)
         at -= option.stored // unit
-    return predict(costs, chosen[::-1])
+    # The search leaves equal layers scattered. Larger workspaces first gives the lowest peak of any order: what comes later
+    # stands on more.
+    return predict(costs, sorted(chosen, key=lambda o: (-o.workspace, o.stored, o.sent, o.policy.name)))
 
 
 # --------------------------------------------------------------------------- command line

@@ -49,6 +49,16 @@ def test_it_is_exact_over_all_choices_of_two_layers(seed):
         assert plan(costs, budget).step_us == pytest.approx(min(p.step_us for p in every if p.peak_bytes <= budget))
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_equal_layers_stand_together_in_the_order_of_the_lowest_peak(seed):
+    costs = some(seed, layers=4)
+    low = min(predict(costs, [o] * 4).peak_bytes for o in options(costs))
+    for budget in range(low, low + 60_000, 7_000):
+        best = plan(costs, budget)
+        assert len(list(itertools.groupby(best.policies))) == len(set(best.policies))
+        assert best.peak_bytes == min(predict(costs, order).peak_bytes for order in itertools.permutations(best.options))
+
+
 def test_no_option_is_beaten_by_another():
     found = options(some(layers=1))
     for a, b in itertools.permutations(found, 2):
