@@ -26,7 +26,7 @@ EXPERIMENT = {
     "needs": "cuda",
     "memory_gib": 100,
     "minutes": 6,
-    "full": {"size": "8b", "layers": 36, "batch": 1, "sequence": 4096, "steps": 5},
+    "full": {"size": "8b", "layers": 36, "batch": 1, "sequence": 4096, "steps": 4},
     "smoke": {"size": "tiny", "layers": 2, "batch": 1, "sequence": 8, "steps": 5},
     "tables": {
         "curve": {"run": "", "policy": "", "checkpointed": "1", "median_ms": "ms", "p20_ms": "ms", "p80_ms": "ms", "activation_gib": "GiB"},

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from snippets import qwen3
-from snippets.checkpointing import agreement, layers, lengths, long_sequence, pareto, recipes
+from snippets.checkpointing import agreement, layers, lengths, long_16k, long_32k, pareto, recipes
 from snippets.checkpointing import costs as costs_module
 from snippets.checkpointing.plan import Costs
 from snippets.measure import check_tables
@@ -118,7 +118,7 @@ def test_stores_in_words():
     assert pareto.stores(None) == ""
 
 
-@pytest.mark.parametrize("module", [pareto, layers, lengths, long_sequence, agreement], ids=lambda m: m.__name__.rsplit(".", 1)[-1])
+@pytest.mark.parametrize("module", [pareto, layers, lengths, long_16k, long_32k, agreement], ids=lambda m: m.__name__.rsplit(".", 1)[-1])
 def test_smoke(module):
     tables = module.measure(**module.EXPERIMENT["smoke"])
     check_tables(module.EXPERIMENT["tables"], tables)
@@ -127,7 +127,7 @@ def test_smoke(module):
 
 
 def test_the_other_shapes_are_the_same_comparison():
-    for module in (lengths, long_sequence):
+    for module in (lengths, long_16k, long_32k):
         assert module.EXPERIMENT["tables"] == pareto.EXPERIMENT["tables"]
         assert module.EXPERIMENT["full"].keys() == pareto.EXPERIMENT["full"].keys()
 

@@ -1,7 +1,7 @@
-"""The comparison of ``pareto`` at 1×32768: attention is most of what a full checkpoint runs twice.
+"""The comparison of ``pareto`` at 1×16384.
 
-    python -m snippets.checkpointing.long_sequence            # a CUDA GPU with 130 GiB, about 8 minutes
-    python -m snippets.checkpointing.long_sequence --smoke
+    python -m snippets.checkpointing.long_16k            # a CUDA GPU with 130 GiB, about 8 minutes
+    python -m snippets.checkpointing.long_16k --smoke
 """
 
 from __future__ import annotations
@@ -10,13 +10,17 @@ from snippets.checkpointing import pareto
 from snippets.measure import Tables, cli
 
 EXPERIMENT = {
-    "title": "1×32768 的显存与时间",
+    "title": "1×16384 的显存与时间",
     "needs": "cuda",
     "memory_gib": 130,
     "minutes": 8,
     "full": {
-        "size": "8b", "layers": 36, "cost_rounds": 5,
-        "cases": [[1, 32768, 3, ["hf full", "liger full", "ours full", "ours keep", "ours plan 17", "ours plan 20 host", "ours plan 100"]]], "compiled": [],
+        "size": "8b", "layers": 36, "cost_rounds": 10,
+        "cases": [[1, 16384, 3, [
+            "hf none", "hf full", "hf every2", "hf selective", "liger none", "liger full", "liger every2", "liger selective",
+            "ours none", "ours full", "ours keep", "ours plan 17", "ours plan 17 host",
+        ]]],
+        "compiled": ["compiled 0.5 flops", "compiled 0 flops"],
     },
     "smoke": {
         "size": "tiny", "layers": 2, "cost_rounds": 5, "cases": [[1, 8, 2, ["hf none", "ours keep"]]], "compiled": [],
