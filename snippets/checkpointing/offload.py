@@ -8,10 +8,13 @@ layer's copies cost no time as long as they take less than a layer's forward; ``
     the last layer           its tensors never leave: the backward needs them at once
     backward of layer i      the first one asked for starts the copies of layer i − 1
 
-What is on the device besides: in the forward the tensors of one layer, in the backward those of two.
+What is on the device besides: in the forward the tensors of one layer and the first of the next, in the backward those of
+two. Only layers that offload count: if they are every second one, "the last" and "i − 1" are among those, and in one layer
+alone nothing ever leaves.
 
 Pinned memory is used again without a wait, since the copies of one device follow each other on one stream; torch's own pinned
-allocator waits for their end, and a host that runs ahead of the device then takes twice as much. ``release`` gives it back.
+allocator waits for their end, and a host that runs ahead of the device then takes twice as much. It comes in powers of two
+and stays until the last policy that offloads is taken off, so lengths that vary hold some of each power that they need.
 
 Copies beside the computation are also in Megatron-Core (inputs of named submodules, user guide 0.19), TransformerEngine
 (cpu_offloading) and TRL (every saved tensor above a size). Here each tensor is named, and a planner weighs it against recompute.
@@ -19,13 +22,15 @@ Copies beside the computation are also in Megatron-Core (inputs of named submodu
 
 from __future__ import annotations
 
+import threading
 import weakref
 
 import torch
 from torch import Tensor
 
 _side: dict[torch.device, torch.cuda.Stream] = {}
-_latest: dict[torch.device, weakref.ref[Shipment]] = {}
+_thread = threading.local()  # .latest: device → weak reference to the last Shipment that this thread's forwards made
+users: weakref.WeakSet[object] = weakref.WeakSet()  # the policies that offload; without one, no pinned memory stays
 _idle: dict[tuple[torch.device, int], list[Tensor]] = {}  # pinned memory between two uses, by the device it serves and bytes
 
 
@@ -34,9 +39,11 @@ def pinned_bytes(nbytes: int) -> int:
     return 1 << max(0, nbytes - 1).bit_length()
 
 
-def release() -> None:
-    """Give pinned memory that holds no tensor back to torch's allocator."""
-    _idle.clear()
+def release(user: object) -> None:
+    """``user`` offloads no longer; after the last one pinned memory that holds no tensor goes back to torch's allocator."""
+    users.discard(user)
+    if not users:
+        _idle.clear()
 
 
 def _pinned(tensor: Tensor) -> Tensor:
@@ -86,10 +93,10 @@ class Parcel:
     def fetch(self) -> None:
         """Start the copy back, unless the tensor is on the device."""
         if self.tensor is None:
-            self.tensor = torch.empty_strided(self.host.size(), self.host.stride(), dtype=self.host.dtype, device=self.device)
+            tensor = torch.empty_strided(self.host.size(), self.host.stride(), dtype=self.host.dtype, device=self.device)
             self.stream = torch.cuda.current_stream(self.device) if self.stream is not None else None
-            self._copy(self.tensor, self.host)
-            self.version = self.tensor._version
+            self._copy(tensor, self.host)
+            self.tensor, self.version = tensor, tensor._version  # last: a copy that failed leaves nothing that looks fetched
 
     def take(self, name: str) -> Tensor:
         """The tensor, for the current stream to use; afterwards only the host has it.
@@ -100,8 +107,10 @@ class Parcel:
         if self.changed or self.tensor._version != self.version:
             raise RuntimeError(f"offload: {name} was written to in place after it was saved; clone it before, or don't offload it")
         self._settle()
-        if self.arrived is not None:  # a backward may run on another stream than what fetched
-            torch.cuda.current_stream(self.device).wait_event(self.arrived)
+        if self.stream is not None and (now := torch.cuda.current_stream(self.device)) != self.stream:
+            # The backward runs on another stream than what fetched: it waits for the copy, and the memory for it.
+            now.wait_event(self.arrived)
+            self.tensor.record_stream(now)
         tensor, self.tensor, self.taken = self.tensor, None, True
         return tensor
 
@@ -113,7 +122,7 @@ class Parcel:
     def __del__(self):
         if getattr(self, "tensor", None) is not None:  # a graph that was dropped before its backward
             self._settle()
-        if hasattr(self, "memory"):
+        if users and hasattr(self, "memory"):
             _idle.setdefault((self.device, self.memory.numel()), []).append(self.memory)
 
 
@@ -131,9 +140,9 @@ class Shipment:
             raise RuntimeError("offload: no pinned memory can be allocated inside the capture of a CUDA graph; use Keep without offload there")
         self.device = device
         self.parcels: list[weakref.ref[Parcel]] = []
-        previous = _latest.get(device)
-        self._previous = previous or (lambda: None)
-        _latest[device] = weakref.ref(self)
+        latest = _thread.__dict__.setdefault("latest", {})
+        self._previous = latest.get(device, lambda: None)
+        latest[device] = weakref.ref(self)
         for parcel in self._of_previous():
             parcel.leave()
 

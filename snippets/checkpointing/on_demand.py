@@ -36,7 +36,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from snippets.checkpointing.offload import Sent, Shipment, release
+from snippets.checkpointing import offload as offloading
+from snippets.checkpointing.offload import Sent, Shipment
 from snippets.checkpointing.switching import PolicyError, covered_by, switch_class
 
 # What a policy may keep or drop, in the order of the forward.
@@ -147,7 +148,7 @@ class Frame:
             return
         # A bound method of the frame would hold all its nodes; the dictionary holds none.
         recipe = Recipe(function, [self._argument(a) for a in arguments], functools.partial(_increment, self.count, name))
-        away = name in self.offload
+        away = name in self.offload and any(t.requires_grad for t in made)  # a frozen layer's are never asked for
         for tensor in made:
             storage = tensor.untyped_storage()
             if tensor.storage_offset() or storage.nbytes() != tensor.numel() * tensor.element_size():
@@ -211,6 +212,8 @@ class LayerHooks:
     """
 
     def __init__(self, layer: torch.nn.Module, keep: Iterable[str], offload: Iterable[str] = ()):
+        if isinstance(keep, str) or isinstance(offload, str):
+            raise PolicyError("on_demand: give the names of tensors as a tuple, not as one string")
         keep, offload = frozenset(keep), frozenset(offload)
         if unknown := sorted((keep | offload) - set(TENSORS)):
             raise PolicyError(f"on_demand: unknown tensors {', '.join(unknown)}; known: {', '.join(TENSORS)}")
@@ -230,6 +233,8 @@ class LayerHooks:
         self.recomputed: dict[str, int] = {}
         self._frames: list[Frame] = []  # more than one only if a layer's forward calls the layer
         self._undo: list[Callable[[], None]] = []
+        if offload:
+            offloading.users.add(self)
         try:
             self._switch(layer, attention, mlp)
         except BaseException:
@@ -245,8 +250,7 @@ class LayerHooks:
         while self._undo:
             self._undo[-1]()
             self._undo.pop()
-        if self.offload:
-            release()
+        offloading.release(self)
 
     def _switch(self, layer: torch.nn.Module, attention: torch.nn.Module, mlp: torch.nn.Module) -> None:
         # prepend: other hooks may replace what they see, so these come first on an output and on what enters a norm. What

@@ -15,16 +15,18 @@ last norm's input and output and its slice. The embedding's dense gradient comes
 
 A tensor in host memory costs what its two copies take from the computation beside them, as long as a layer sends no
 more than the bus carries in the time of its forward, and brings no more back than in that of its backward. In the
-backward of layer i its own and those of layer i − 1 are on the device. To see only one layer at a time, the search
-is done once for each bound on the bytes that a layer sends, which every layer is charged for its neighbour.
+backward of layer i its own and those of the last layer before that sends are on the device. To see only one layer at a
+time, the search is done once for each bound on the bytes that a layer sends, which every layer is charged for its
+neighbour. Limited host memory is given to all layers in equal shares, or to as many as can send up to the bound.
 
 The rest of the search is a dynamic program over the layers with the bytes stored so far as state, in units that divide
-every size: no heuristics, no rounding.
+every size: exact, with no rounding; with host memory, exact for each of those bounds and shares.
 """
 
 from __future__ import annotations
 
 import argparse
+import bisect
 import itertools
 import json
 import math
@@ -86,9 +88,14 @@ class Costs:
             raise PlanError(f"no costs for {batch}×{sequence}; measured are {known}. Measure it: drop --costs on a GPU")
         made = {name: (int(tensors[name]["stored_bytes"]), tensors[name]["ps_per_byte"] * tensors[name]["stored_bytes"] / 1e6)
                 for name in TENSORS}  # fmt: skip
+        if not all(size > 0 and 0 <= us < math.inf for size, us in made.values()):
+            raise PlanError("these costs hold a tensor without bytes or time; measure them again")
         stored = sum(size for size, _ in made.values()) + int(tensors["attention"]["stored_bytes"])
         boundary = int(tensors["ln1"]["stored_bytes"])
         host = {r["direction"]: r for r in tables.get("host", ())}
+        for r in host.values():
+            if not (math.isfinite(r["bytes"]) and r["bytes"] > 0 and 0 < r["median_us"] < math.inf and 0 <= r["lost_us"] < math.inf):
+                raise PlanError(f"these costs hold a copy {r['direction']} of {r['bytes']} bytes in {r['median_us']} µs; measure them again")
         meanwhile = {"to_host": parts["forward"]["median_us"], "from_host": parts["layer"]["median_us"] - parts["forward"]["median_us"]}
         carried = [BUS_SHARE * us * host[d]["bytes"] / host[d]["median_us"] for d, us in meanwhile.items() if host]
         return cls(
@@ -177,7 +184,7 @@ def predict(costs: Costs, chosen: Sequence[Option]) -> Plan:
     for option in chosen:
         stored += option.stored
         peak = max(peak, stored + option.workspace + coming)
-        coming = option.sent
+        coming = option.sent or coming
     peak = max(peak, stored + costs.loss_bytes + coming, costs.ends_bytes)
     time = costs.everything_us + sum(o.extra_us for o in chosen)
     return Plan(tuple(chosen), peak, time)
@@ -200,28 +207,48 @@ def plan(costs: Costs, budget_bytes: float, host_bytes: float = 0) -> Plan:
     if host_bytes and not costs.send_bytes:
         raise PlanError("these costs have no copies to the host; measure them again, on a GPU")
     sizes = {sum(costs.tensors[t][0] for t in away) for away in subsets(SENT)}
-    found, refusal = [], None
-    for send in sorted(s for s in sizes if s <= costs.send_bytes) if host_bytes else [0]:
-        try:
-            found.append(_within(costs, int(budget_bytes), send, host_bytes / costs.layers))
-        except PlanError as error:
-            refusal = error
+    alone = options(costs)
+    searches = [(0, [alone] * costs.layers)]
+    for send in sorted(s for s in sizes if 0 < s <= costs.send_bytes) if host_bytes else ():
+        free = options(costs, send)
+        some = int(min(costs.layers, host_bytes / max(1, *(o.pinned for o in free))))
+        searches.append((send, [free] * some + [alone] * (costs.layers - some)))
+        if some < costs.layers:
+            searches.append((send, [options(costs, send, host_bytes / costs.layers)] * costs.layers))
+    found = [p for send, choices in searches if (p := _within(costs, int(budget_bytes), send, choices))]
     if not found:
-        raise refusal
+        need = min(_least(costs, send, choices) for send, choices in searches)
+        raise PlanError(
+            f"nothing fits {budget_bytes / GIB:.3g} GiB of activations; the smallest configuration needs {math.ceil(need / GIB * 100) / 100:.2f} GiB."
+            " Shorten the sequence or the batch"
+        )
     return min(found, key=lambda p: (p.step_us, p.host_bytes))
 
 
-def _within(costs: Costs, budget_bytes: int, send: int, pinned: float) -> Plan:
-    """The fastest whose layers send at most so many bytes each, with room for a neighbour's on top of every layer."""
-    choices = options(costs, send, pinned)
-    unit = math.gcd(*(o.stored for o in choices))
-    slots = min(budget_bytes, costs.layers * max(o.stored for o in choices)) // unit + 1
+def _least(costs: Costs, send: int, choices: Sequence[Sequence[Option]]) -> int:
+    """The smallest budget that ``_within`` finds something for, in bytes."""
+
+    def fits(budget: int) -> bool:  # storing the least in each layer leaves the most to those behind it
+        stored = 0
+        for options_ in choices:
+            stored = min((s for o in options_ if (s := stored + o.stored) + o.workspace + send <= budget), default=math.inf)
+        return stored + costs.loss_bytes + send <= budget and costs.ends_bytes <= budget
+
+    most = costs.ends_bytes + costs.loss_bytes + send + sum(max(o.stored + o.workspace for o in c) for c in choices)
+    return bisect.bisect_left(range(most), True, key=fits)
+
+
+def _within(costs: Costs, budget_bytes: int, send: int, choices: Sequence[Sequence[Option]]) -> Plan | None:
+    """The fastest of these options for each layer, with room for ``send`` bytes of a neighbour on top of every layer; None if
+    nothing fits."""
+    unit = math.gcd(*(o.stored for c in choices for o in c))
+    slots = min(budget_bytes, sum(max(o.stored for o in c) for c in choices)) // unit + 1
     time = torch.full((max(slots, 1),), math.inf, dtype=torch.float64)
     time[0] = 0.0
     taken = torch.full((costs.layers, len(time)), -1, dtype=torch.int16)
     for i in range(costs.layers):
         after = torch.full_like(time, math.inf)
-        for j, option in enumerate(choices):
+        for j, option in enumerate(choices[i]):
             step = option.stored // unit
             # The state after this layer, in slots: what is stored then, plus its workspace, has to fit.
             most = min(len(time), (budget_bytes - option.workspace - send) // unit + 1)
@@ -234,15 +261,11 @@ def _within(costs: Costs, budget_bytes: int, send: int, pinned: float) -> Plan:
         time = after
     most = min(len(time), (budget_bytes - costs.loss_bytes - send) // unit + 1)
     if budget_bytes < costs.ends_bytes or most <= 0 or not time[:most].isfinite().any():
-        least = predict(costs, [min(choices, key=lambda o: (o.stored + o.workspace, o.stored))] * costs.layers)
-        raise PlanError(
-            f"nothing fits {budget_bytes / GIB:.2f} GiB of activations; the smallest configuration, {least.policies[0].name} in"
-            f" every layer, needs {least.peak_bytes / GIB:.2f} GiB. Shorten the sequence or the batch"
-        )
+        return None
     at = int(time[:most].argmin())
     chosen = []
     for i in reversed(range(costs.layers)):
-        option = choices[int(taken[i, at])]
+        option = choices[i][int(taken[i, at])]
         chosen.append(option)
         at -= option.stored // unit
     # The search leaves equal layers scattered. Larger workspaces first gives the lowest peak of any order: what comes later
@@ -307,7 +330,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--costs", type=Path, metavar="FILE", help="what costs --json wrote, or a record; else measured on this GPU")
     args = parser.parse_args(arguments)
-    if not (math.isfinite(args.budget_gib) and args.budget_gib > 0 and min(args.batch, args.seq, args.layers) > 0):
+    if not (math.isfinite(args.budget_gib * GIB) and args.budget_gib > 0 and min(args.batch, args.seq, args.layers) > 0):
         parser.error("--budget-gib, --batch, --seq and --layers must be positive numbers")
     if not args.host_gib >= 0:
         parser.error("--host-gib must be a number of 0 or more")
@@ -315,9 +338,13 @@ def main(arguments: list[str] | None = None) -> int:
         measured, source = tables(args.costs, args.batch, args.seq)
         try:
             costs = Costs.read(measured, args.batch, args.seq, args.layers)
-        except (KeyError, TypeError) as error:
+        except KeyError as error:
             raise PlanError(f"{source}: lacks {error}; it is older than this code or of a CPU. Measure again with costs --json") from error
-        best = plan(costs, int(args.budget_gib * GIB), args.host_gib * GIB)
+        except (TypeError, ValueError, ArithmeticError) as error:
+            if isinstance(error, PlanError):
+                raise
+            raise PlanError(f"{source}: holds values that cannot be costs ({error}). Measure again with costs --json") from error
+        best = plan(costs, args.budget_gib * GIB, args.host_gib * GIB)
     except PlanError as error:
         print(f"plan: {error}", file=sys.stderr)
         return 1

@@ -333,9 +333,11 @@ class Keep:
     offload: tuple[str, ...] = ()
 
     def __init__(self, tensors: Iterable[str] = (), offload: Iterable[str] = ()):
+        if isinstance(tensors, str) or isinstance(offload, str):
+            raise PolicyError('Keep: give the names of tensors as a tuple, ("gate",), not as one string')
         for field, given in (("tensors", set(tensors)), ("offload", set(offload))):
             if unknown := sorted(given - set(TENSORS)):
-                raise PolicyError(f"Keep: unknown tensors {', '.join(unknown)}; known: {', '.join(TENSORS)}")
+                raise PolicyError(f"Keep: unknown tensors {', '.join(t or '(no name)' for t in unknown)}; known: {', '.join(TENSORS)}")
             object.__setattr__(self, field, tuple(t for t in TENSORS if t in given))
         if both := set(self.tensors) & set(self.offload):
             raise PolicyError(f"Keep: {', '.join(sorted(both))} cannot be both kept and offloaded; name it once")

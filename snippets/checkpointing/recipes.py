@@ -122,6 +122,21 @@ def _public(model: torch.nn.Module, policy: str) -> Iterator[None]:
 _planned = functools.lru_cache(plan)
 
 
+def _keep(arguments: list[str]) -> policies.Keep:
+    match arguments:
+        case []:
+            kept, away = [], []
+        case ["offload", away]:
+            kept, away = [], away.split("+")
+        case [kept]:
+            kept, away = kept.split("+"), []
+        case [kept, "offload", away]:
+            kept, away = kept.split("+"), away.split("+")
+        case _:
+            raise ValueError(f"ours keep {' '.join(arguments)}: give names joined by +, then offload and names, or nothing")
+    return policies.Keep(kept, away)
+
+
 @contextlib.contextmanager
 def _ours(model: torch.nn.Module, policy: str, arguments: list[str], costs: Costs | None) -> Iterator[Ready]:
     layers, predicted = len(policies.layers_of(model)), None
@@ -132,15 +147,17 @@ def _ours(model: torch.nn.Module, policy: str, arguments: list[str], costs: Cost
             case [budget, "host"]:
                 host = math.inf
             case _:
-                raise ValueError(f"ours plan {' '.join(arguments)}: give a budget in GiB, and host behind it or nothing")
+                budget = ""
+        try:
+            bytes_ = float(budget) * GIB
+        except ValueError:
+            raise ValueError(f"ours plan {' '.join(arguments)}: give a budget in GiB, and host behind it or nothing") from None
         if costs is None:
             raise ValueError("ours plan: no costs for this shape were given")
-        predicted = _planned(costs, int(float(budget) * GIB), host)
+        predicted = _planned(costs, bytes_, host)
         each = predicted.policies
     else:
-        kept, _, away = (" ".join(arguments)).partition("offload")
-        kinds = {"none": policies.Nothing, "full": policies.Block,
-                 "keep": lambda: policies.Keep(*(part.strip().split("+") if part.strip() else () for part in (kept, away)))}  # fmt: skip
+        kinds = {"none": policies.Nothing, "full": policies.Block, "keep": lambda: _keep(arguments)}
         if arguments and policy != "keep":
             raise ValueError(f"ours {policy} takes nothing behind it, got {' '.join(arguments)!r}")
         if policy not in kinds:

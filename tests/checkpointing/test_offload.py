@@ -1,6 +1,7 @@
 """Tensors in host memory: same bits, freed on the device in time, fetched one layer ahead, and loud when written to."""
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -13,6 +14,12 @@ from snippets.checkpointing.on_demand import TENSORS, LayerHooks
 from snippets.kernels import patch
 
 IDS = torch.randint(0, 512, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def nobody_offloads_yet():
+    offload.users.clear()
+    offload._idle.clear()
 
 
 @pytest.fixture
@@ -132,7 +139,6 @@ def test_nothing_is_left_behind(model, backward):
 
 
 def test_host_memory_is_used_again_and_given_back(model):
-    offload.release()
     hooks = hooked(model, ("up",), ("gate", "product"))
     sizes = []
     for ids in (IDS, IDS[:, :-1], IDS):  # a little shorter: the same memory
@@ -165,6 +171,79 @@ def test_two_graphs_at_once_have_the_right_gradients(model):
         assert same({n: q.grad for n, q in model.named_parameters()}, expected)
 
 
+def test_pinned_memory_goes_with_the_last_graph_when_the_policy_went_before(model):
+    with p.apply(model, p.Keep((), ("gate",))):
+        loss = loss_of(model)
+        loss.backward(retain_graph=True)
+    expected = {n: q.grad.clone() for n, q in model.named_parameters()}
+    model.zero_grad()
+    loss.backward()
+    assert same({n: q.grad for n, q in model.named_parameters()}, expected)
+    del loss
+    assert not offload._idle
+
+
+def test_a_copy_that_fails_is_made_again(model, monkeypatch):
+    expected = gradients(model)
+    hooked(model, (), ("gate", "q"))
+    model.zero_grad(set_to_none=True)
+    loss = loss_of(model)
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(offload.Parcel, "_copy", stop)
+        loss.backward(retain_graph=True)
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    assert same({n: q.grad for n, q in model.named_parameters()}, expected)
+
+
+def test_another_thread_s_forward_takes_nothing_away(model, monkeypatch):
+    expected = gradients(model)
+    other = qwen3.tiny(layers=2)
+    patch(other)
+    for each in (model, other):
+        hooked(each, (), ("gate",))
+    take = offload.Parcel.take
+    once = []
+
+    def pausing(self, name):  # where threads may change over
+        if not once:
+            once.append(threading.Thread(target=loss_of, args=(other,)))
+            once[0].start()
+            once[0].join()
+        return take(self, name)
+
+    monkeypatch.setattr(offload.Parcel, "take", pausing)
+    assert same(gradients(model), expected) and once
+
+
+def test_frozen_layers_send_nothing(model, monkeypatch):
+    for q in model.parameters():
+        q.requires_grad_(False)
+    model.model.layers[2].mlp.down_proj.weight.requires_grad_()
+    sent = []
+    copy = offload.Parcel._copy
+    monkeypatch.setattr(offload.Parcel, "_copy", lambda self, to, source: (sent.append(1), copy(self, to, source)))
+    hooks = hooked(model, (), ("gate", "product"))
+    loss_of(model).backward()
+    assert not sent and model.model.layers[2].mlp.down_proj.weight.grad is not None
+    for each in hooks:
+        each.off()
+
+
+def test_what_was_sent_stays_on_the_device_until_another_layer_sends(model):
+    """What plan.predict counts on."""
+    seen = watch(model)
+    p.apply(model, [p.Keep((), ("gate",)), p.Keep(), p.Block()])
+    loss = loss_of(model)
+    assert [s.expired() for s in seen] == [False, True, True]
+    loss.backward()
+    assert all(s.expired() for s in seen)
+
+
 @pytest.mark.parametrize("index", [0, 2], ids=["while it leaves", "while it waits"])
 def test_a_tensor_written_to_after_it_was_saved(model, index):
     hooked(model, ("up",), ("gate",))
@@ -186,6 +265,9 @@ def test_what_is_refused(model):
         LayerHooks(layer, ("gate",), ("gate", "up"))
     with pytest.raises(p.PolicyError, match="cannot be both kept and offloaded"):
         p.Keep(("gate",), offload=("gate",))
+    for wrong in (lambda: p.Keep("gate"), lambda: p.Keep((), "q"), lambda: LayerHooks(layer, "q"), lambda: LayerHooks(layer, (), "q")):
+        with pytest.raises(p.PolicyError, match="not as one string"):
+            wrong()
     with pytest.raises(p.PolicyError, match="unknown tensors gat"):
         p.Keep((), offload=("gat",))
     assert p.Keep(("up",), offload=("gate", "q")).name == "keep up offload q+gate"
@@ -235,6 +317,42 @@ def test_on_a_gpu_a_host_that_runs_ahead_takes_no_more_memory():
     want = after("ours none")
     after("ours keep offload q+gate+up")
     assert agreement.difference(model, want)[1] < 1e-2
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_tensor_fetched_on_one_stream_is_read_on_another():
+    """Forwards of two models on two streams in turn: the second's backward fetches what the first's last layer had sent."""
+    models = [qwen3.build(2, vocab_size=4096) for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in models]
+    batches = pareto.batches_of(models[0], 1, 2048, 2)
+    want = []
+    for net, ids in zip(models, batches, strict=True):
+        agreement.gradients(net, "ours none", ids)
+        want.append([q.grad.clone() for q in net.parameters()])
+        net.zero_grad(set_to_none=True)
+        patch(net)
+    hooks = [each for net in models for each in hooked(net, ("up",), ("q", "gate"))]
+    torch.cuda.synchronize()
+
+    def on(i, run):
+        with torch.cuda.stream(streams[i]):
+            return run()
+
+    for _ in range(5):
+        for net in models:
+            net.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        first = on(0, lambda: loss_of(models[0], batches[0]))
+        second = on(1, lambda: loss_of(models[1], batches[1]))
+        on(1, second.backward)
+        on(0, first.backward)
+        again = on(1, lambda: loss_of(models[1], batches[1]))  # takes the memory that the backwards gave up
+        torch.cuda.synchronize()
+        for net, reference in zip(models, want, strict=True):
+            assert agreement.difference(net, reference)[1] < 2e-2
+        del first, second, again
+    for each in hooks:
+        each.off()
 
 
 @pytest.mark.gpu

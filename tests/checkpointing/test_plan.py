@@ -5,15 +5,18 @@ import itertools
 import json
 import math
 import random
+import re
 
 import pytest
 import torch
 
 from snippets import qwen3
 from snippets.checkpointing import costs as costs_module
+from snippets.checkpointing import offload
 from snippets.checkpointing import plan as planner
 from snippets.checkpointing.on_demand import TENSORS
-from snippets.checkpointing.plan import Costs, PlanError, options, plan, predict
+from snippets.checkpointing.plan import Costs, Option, PlanError, options, plan, predict
+from snippets.checkpointing.policies import Keep
 from snippets.measure import check_tables
 
 
@@ -104,6 +107,47 @@ def test_with_host_memory(seed):
             assert uniform.peak_bytes > budget or best.step_us <= uniform.step_us + 1e-6
 
 
+@pytest.mark.parametrize("host", [0, math.inf], ids=["device only", "with host memory"])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_need_that_a_refusal_states_is_the_least(seed, host):
+    costs = some(seed)
+    scale = 2**20  # so that the message's hundredths of a GiB tell something
+    tensors = {t: (n * scale, us) for t, (n, us) in costs.tensors.items()}
+    grown = {f.name: getattr(costs, f.name) * scale for f in dataclasses.fields(costs) if f.name.endswith("_bytes")}
+    costs = dataclasses.replace(costs, **grown | {"tensors": tensors, "send_bytes": 40 * 128 * scale, "sent_us_per_byte": 1e-10})
+    with pytest.raises(PlanError) as refusal:
+        plan(costs, 1, host)
+    need = float(re.search(r"needs ([\d.]+) GiB", str(refusal.value))[1])
+    assert plan(costs, need * planner.GIB, host).peak_bytes <= need * planner.GIB
+    with pytest.raises(PlanError):
+        plan(costs, (need - 0.01) * planner.GIB, host)
+
+
+def test_limited_host_memory_is_used_and_never_exceeded():
+    tensors = {t: (3072, 500.0) if t == "gate" else (256, 1.0) for t in TENSORS}
+    costs = dataclasses.replace(
+        some(layers=6), tensors=tensors, block_us=9000.0, workspace_bytes=0, block_workspace_bytes=50_000, loss_bytes=0, ends_bytes=0,
+        send_bytes=3072, sent_us_per_byte=1e-6,
+    )  # fmt: skip
+    budget = 6 * (costs.input_bytes + costs.attention_bytes) + 8000
+    one = offload.pinned_bytes(tensors["gate"][0])
+    times = []
+    for held in (0, one, 3 * one, 5 * one, math.inf):
+        best = plan(costs, budget, held)
+        assert best.host_bytes <= held and best.peak_bytes <= budget
+        times.append(best.step_us)
+    # Room for the gate of one layer is worth having, though it is far below the gate of each layer.
+    assert times == sorted(times, reverse=True) and times[-1] < times[2] < times[1] < times[0]
+
+
+def test_what_was_sent_stays_on_the_device_until_another_layer_sends():
+    costs = dataclasses.replace(some(), send_bytes=1 << 30)
+    plain, sender = Option(Keep(), 1000, 0, 0.0), Option(Keep((), ("gate",)), 1000, 0, 0.0, sent=70, pinned=128)
+    # As the engine does: see test_offload's test of the same name.
+    assert predict(costs, [sender, plain, plain]).peak_bytes - predict(costs, [plain] * 3).peak_bytes == 70
+    assert predict(costs, [plain, sender, plain]).peak_bytes - predict(costs, [plain] * 3).peak_bytes == 70
+
+
 def test_with_enough_memory_nothing_is_sent():
     costs = dataclasses.replace(some(), send_bytes=1 << 40, sent_us_per_byte=0.0)
     best = plan(costs, 1 << 40, math.inf)
@@ -171,6 +215,28 @@ def test_the_command_line_refuses(measured, capsys, arguments, says):
         arguments = [*arguments, "--costs", str(measured[1])]
     assert planner.main(arguments) == 1
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argument", [["--budget-gib", "1e300"], ["--budget-gib", "nan"], ["--budget-gib", "1", "--host-gib", "nan"]])
+def test_arguments_that_are_no_numbers(argument, capsys):
+    with pytest.raises(SystemExit):
+        planner.main(argument)
+    assert "must be" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("table", "column", "value"),
+    [("host", "median_us", 0), ("host", "bytes", 0), ("host", "median_us", math.nan), ("host", "lost_us", -1.0), ("host", "lost_us", math.nan),
+     ("tensors", "stored_bytes", 0), ("tensors", "stored_bytes", math.nan), ("host", "median_us", "5"), ("parts", "median_us", None)],
+)  # fmt: skip
+def test_costs_with_odd_values(measured, tmp_path, capsys, table, column, value):
+    tables = json.loads(json.dumps(measured[0]))
+    for row in tables[table]:
+        row[column] = value
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps({"tables": tables, "device": {"name": "odd"}}))
+    assert planner.main(["--budget-gib", "0.0003", "--host-gib", "1", "--batch", "2", "--seq", "16", "--costs", str(file)]) == 1
+    assert "easure" in capsys.readouterr().err
 
 
 def test_lines_of_a_mixture():

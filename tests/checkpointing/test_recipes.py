@@ -66,7 +66,9 @@ def test_unknown_names_are_refused(name):
 
 @pytest.mark.parametrize(("name", "says"), [
     ("ours plan", "give a budget in GiB"), ("ours plan 1 hots", "give a budget in GiB"), ("ours plan 1 host 2", "give a budget in GiB"),
-    ("ours none gate", "takes nothing behind it, got 'gate'"), ("ours plan 1", "no costs"),
+    ("ours none gate", "takes nothing behind it, got 'gate'"), ("ours plan 1", "no costs"), ("ours plan x host", "give a budget in GiB"),
+    ("ours keep offload", "unknown tensors offload"), ("ours keep up offload", "give names joined by"), ("ours keep up offloadgate", "give names joined by"),
+    ("ours keep gate up", "give names joined by"), ("ours keep gate+", r"unknown tensors \(no name\)"), ("ours keep q offload k host", "give names joined by"),
 ])  # fmt: skip
 def test_what_stands_behind_a_name_is_read_or_refused(name, says):
     with pytest.raises(ValueError, match=says), recipes.recipe(name, qwen3.tiny()):
