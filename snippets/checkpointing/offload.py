@@ -55,6 +55,7 @@ def _pinned(tensor: Tensor) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=tensor.is_cuda)
 
 
+# --8<-- [start:parcel]
 class Parcel:
     """One tensor on its way to the host or back; ``tensor`` is the one on the device, while there is one.
 
@@ -159,6 +160,8 @@ class Shipment:
         for parcel in (*self.alive(), *self._of_previous()):
             if not parcel.taken:
                 parcel.fetch()
+
+# --8<-- [end:parcel]
 
 
 class Sent:
