@@ -130,16 +130,16 @@ def _attend(
     cos1, cos2 = tl.load(cos_ptr + length * D + half).to(COMPUTE), tl.load(cos_ptr + length * D + HALF + half).to(COMPUTE)
     sin1, sin2 = tl.load(sin_ptr + length * D + half).to(COMPUTE), tl.load(sin_ptr + length * D + HALF + half).to(COMPUTE)
     gain1, gain2 = tl.load(q_norm_ptr + half).to(COMPUTE), tl.load(q_norm_ptr + HALF + half).to(COMPUTE)
-    at = row + (kv * GROUP + heads)[:, None] * D + half[None, :]
+    queries = row + (kv * GROUP + heads)[:, None] * D + half[None, :]
     q1, q2 = _turned(
-        tl.load(at, mask=real[:, None], other=0.0), tl.load(at + HALF, mask=real[:, None], other=0.0),
+        tl.load(queries, mask=real[:, None], other=0.0), tl.load(queries + HALF, mask=real[:, None], other=0.0),
         gain1, gain2, cos1, sin1, cos2, sin2, D, EPS, COMPUTE,
     )  # fmt: skip
 
     cache = (sequence.to(tl.int64) * KV + kv) * PLACES * D
     gain1, gain2 = tl.load(k_norm_ptr + half).to(COMPUTE), tl.load(k_norm_ptr + HALF + half).to(COMPUTE)
-    at = row + (HEADS + kv) * D + tl.arange(0, 1)[:, None] * D + half[None, :]
-    k1, k2 = _turned(tl.load(at), tl.load(at + HALF), gain1, gain2, cos1, sin1, cos2, sin2, D, EPS, COMPUTE)
+    key = row + (HEADS + kv) * D + tl.arange(0, 1)[:, None] * D + half[None, :]
+    k1, k2 = _turned(tl.load(key), tl.load(key + HALF), gain1, gain2, cos1, sin1, cos2, sin2, D, EPS, COMPUTE)
     v = tl.load(row + (HEADS + KV + kv) * D + all_d)[None, :]
     if (length >= start) & (length < stop) & (length < PLACES):
         tl.store(keys_ptr + cache + length * D + half[None, :], k1)
@@ -152,9 +152,9 @@ def _attend(
     for s in range(start, stop, TILE):
         places = s + tl.arange(0, TILE)
         old, new = (places < length)[:, None], (places == length)[:, None]
-        at = keys_ptr + cache + places[:, None] * D + half[None, :]
-        tile1 = tl.where(new, k1, tl.load(at, mask=old, other=0.0))
-        tile2 = tl.where(new, k2, tl.load(at + HALF, mask=old, other=0.0))
+        held = keys_ptr + cache + places[:, None] * D + half[None, :]
+        tile1 = tl.where(new, k1, tl.load(held, mask=old, other=0.0))
+        tile2 = tl.where(new, k2, tl.load(held + HALF, mask=old, other=0.0))
         scores = tl.dot(q1, tl.trans(tile1), input_precision="ieee") + tl.dot(q2, tl.trans(tile2), input_precision="ieee")
         scores = tl.where((places <= length)[None, :], scores.to(COMPUTE) * SCALE, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, axis=1))
