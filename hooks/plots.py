@@ -590,15 +590,17 @@ def _csv_value(value: Any) -> Any:
     return "" if value is None else f"{value:.7g}" if isinstance(value, float) else value
 
 
-def _data(rows: Sequence[Row], drawn: Sequence[Row], uid: str, labels: Mapping[str, str], units: Mapping[str, str]) -> str:
-    """The folded data below a plot: a table where it is short, and the CSV."""
-    text, note = _csv(rows) if len(rows) <= CSV_ROWS else "", ""
-    if not text or len(text.encode()) > CSV_BYTES:
-        text, note = _csv(drawn), f"（图中所画的 {len(drawn):,} 点；全部 {len(rows):,} 行在 records/ 的记录文件里）"
-    columns = {k: (labels.get(k, k),) for k in rows[0]}
+def _data(
+    rows: Sequence[Row], drawn: Sequence[Row], uid: str, labels: Mapping[str, str], units: Mapping[str, str], text: str | None, joined: str | None
+) -> str:
+    """The folded data below a plot: a table where it is short, without the words that stand at the points, and the CSV."""
+    written, note = _csv(rows) if len(rows) <= CSV_ROWS else "", ""
+    if not written or len(written.encode()) > CSV_BYTES:
+        written, note = _csv(drawn), f"（图中所画的 {len(drawn):,} 点；全部 {len(rows):,} 行在 records/ 的记录文件里）"
+    columns = {k: (labels.get(k, k), "是/否") if k == joined else (labels.get(k, k),) for k in rows[0] if k != text}
     shown = render.table(rows, columns, units=units) if len(rows) <= TABLE_ROWS else ""
     # A byte order mark, or spreadsheets read the Chinese as Latin-1.
-    body = quote("\ufeff" + text, safe=",.-_:")
+    body = quote("\ufeff" + written, safe=",.-_:")
     link = f'<a download="{uid}.csv" href="data:text/csv;charset=utf-8,{body}">下载 CSV</a>'
     return f'<details class="hf-data" data-search-exclude><summary>数据（{len(rows):,} 行）</summary>{shown}<p>{link}{note}</p></details>'
 
@@ -662,8 +664,9 @@ def figure(
         described += "；" + "；".join(notes)
     image = finish(svg(chart), uid, title, described)
     below = f'<span class="hf-sub">{escape("；".join(notes))}</span>' if notes else ""
+    data = _data(rows, drawn, uid, labels, units, options.get("text"), options.get("joined"))
     return (
         f'<figure class="hf-plot" id="{uid}"><figcaption><strong>{escape(title)}</strong>{below}</figcaption>'
         f'{_legend(names, kind)}<div class="hf-canvas" data-search-exclude role="region" tabindex="0" aria-label="{escape(title)}">{image}</div>'
-        f"{_data(rows, drawn, uid, labels, units)}</figure>"
+        f"{data}</figure>"
     )
