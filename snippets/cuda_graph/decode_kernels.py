@@ -9,6 +9,7 @@ CUDA graph it becomes an edge between two nodes).
     linear          y = W f(x) + r: f is the identity or RMSNorm, r a residual; or silu(W_gate f(x)) · W_up f(x)
     attend          RMSNorm and RoPE of q and k, the new k and v into the cache, attention over parts of the cache
     combine         those parts into one output
+    embed, pick     the rows of the current tokens; the next tokens from the logits, and the lengths advanced
 
 No kernel takes a length from the host: a CUDA graph would keep it as a constant. The lengths are a tensor.
 
@@ -187,6 +188,69 @@ def _combine(part_ptr, top_ptr, sum_ptr, y_ptr, D: tl.constexpr, PARTS: tl.const
 # --8<-- [end:attend]
 
 
+# --8<-- [start:ends]
+@triton.jit
+def _embed(tokens_ptr, lengths_ptr, table_ptr, y_ptr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    sequence = tl.program_id(0)
+    token = tl.load(tokens_ptr + sequence * COLUMNS + tl.load(lengths_ptr + sequence))
+    for start in range(0, WIDTH, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        row = tl.load(table_ptr + token * WIDTH + cols, mask=cols < WIDTH)
+        tl.store(y_ptr + sequence * WIDTH + cols, row, mask=cols < WIDTH)
+
+
+@triton.jit
+def _pick(
+    logits_ptr, tokens_ptr, lengths_ptr, given_ptr,
+    VOCABULARY: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    sequence = tl.program_id(0)
+    offsets = tl.arange(0, BLOCK)
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    where = offsets
+    for start in range(0, VOCABULARY, BLOCK):
+        ids = start + offsets
+        logits = tl.load(logits_ptr + sequence.to(tl.int64) * VOCABULARY + ids, mask=ids < VOCABULARY, other=float("-inf")).to(tl.float32)
+        where = tl.where(logits > best, ids, where)
+        best = tl.maximum(best, logits)
+    top = tl.max(best, axis=0)
+    token = tl.min(tl.where(best == top, where, VOCABULARY - 1), axis=0)  # of equal ones the first
+    at = tl.load(lengths_ptr + sequence) + 1
+    if (at >= tl.load(given_ptr + sequence)) & (at < COLUMNS):
+        tl.store(tokens_ptr + sequence * COLUMNS + at, token.to(tl.int64))
+    tl.store(lengths_ptr + sequence, tl.minimum(at, COLUMNS - 1))
+# --8<-- [end:ends]
+
+
+def embed(tokens: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor, out: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
+    """Row ``tokens[b, lengths[b]]`` of ``table`` for each sequence, into ``out``.
+
+    Args:
+        tokens: ``[B, COLUMNS]``, int64. lengths: ``[B]``, int32, below COLUMNS. table: ``[V, K]``. out: ``[B, K]``. All contiguous.
+    """
+    with on(out):
+        _embed[tokens.shape[0],](tokens, lengths, table, out, tokens.shape[1], table.shape[1], 1024, PDL=pdl, **_launch(pdl))
+    return out
+
+
+def pick(logits: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor, given: torch.Tensor, *, pdl: bool = False) -> None:
+    """Greedy choice and advance: ``tokens[b, lengths[b] + 1]`` becomes the most likely token unless it is given, lengths grow by 1.
+
+    Args:
+        logits: ``[B, V]``. tokens: ``[B, COLUMNS]``, int64. lengths: ``[B]``, int32; they stop at COLUMNS − 1.
+        given: ``[B]``, int32: how many tokens of each sequence are prescribed. All contiguous.
+    """
+    block = min(16384, triton.next_power_of_2(logits.shape[1]))
+    with on(logits):
+        _pick[tokens.shape[0],](logits, tokens, lengths, given, logits.shape[1], tokens.shape[1], block, PDL=pdl, num_warps=16, **_launch(pdl))
+
+
 def linear(
     x: torch.Tensor, weight: torch.Tensor, *, norm: torch.Tensor | None = None, eps: float = 1e-6,
     residual: torch.Tensor | None = None, gated: bool = False, out: torch.Tensor | None = None, pdl: bool = False, **launch: int,
@@ -223,6 +287,8 @@ def linear(
         if t is not None and t.dtype != x.dtype:
             raise TypeError(f"linear: {name} is {t.dtype}, x is {x.dtype}; give both in one dtype")
     config = LINEAR[gated, width > 8192] | launch
+    if triton.knobs.runtime.interpret and "ROWS" not in launch:
+        config["ROWS"] = 64  # the interpreter runs one program after another
     config["COLUMNS"] = min(config["COLUMNS"], triton.next_power_of_2(width))
     with on(x):
         _linear[triton.cdiv(n, config["ROWS"]),](
@@ -241,7 +307,7 @@ def attend(
     Args:
         qkv: ``[B, (HEADS + 2 KV) D]``: q of all heads, then k, then v, as the projections leave them.
         q_norm, k_norm: ``[D]``, gains of the norms.
-        cos, sin: ``[positions, D]``, of each position.
+        cos, sin: ``[positions, D]``, of each position up to the largest length; the kernel cannot check that.
         lengths: ``[B]``, int32, on the device: tokens in the cache, and the position of this one. The caller advances them.
         keys, values: ``[B, KV, PLACES, D]``, the cache; written at ``lengths``. A sequence whose length is PLACES or more
             attends to what is there and to its new token, and stores nothing.

@@ -66,15 +66,18 @@ class Graphed:
         restore: called after the warm-up and after the capture.
         same_operators: compare the operators of the warm-up with those of the capture. Turn it off for functions whose
             operators differ from run to run for a reason.
+        share: another one, whose memory pool and stream this one uses too.
 
-    All graphs of one object share a memory pool, so their outputs share memory too: read or copy an output before
-    the next call with any shape.
+    All graphs of one object, and of those that share, use one memory pool, so their outputs share memory too: read or copy an
+    output before the next call with any shape.
     """
 
-    def __init__(self, function: Callable[..., Any], *, restore: Callable[[], None] | None = None, same_operators: bool = True):
+    def __init__(
+        self, function: Callable[..., Any], *, restore: Callable[[], None] | None = None, same_operators: bool = True, share: Graphed | None = None
+    ):
         self.function, self.restore, self.same_operators = function, restore or (lambda: None), same_operators
         self._captured: dict[Key, _Captured] = {}
-        self._pool = self._stream = None
+        self._pool, self._stream = (share._pool, share._stream) if share else (None, None)
 
     def capture(self, *example: Tensor) -> None:
         """Warm up and capture for inputs like these; their values are copied.

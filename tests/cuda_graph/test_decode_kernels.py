@@ -24,7 +24,7 @@ def normed(x, gain, eps=1e-6):
 @pytest.mark.parametrize("kind", ["plain", "residual", "gated"])
 def test_linear(dtype, batch, n, width, norm, kind):
     x, gain, residual = rand(batch, width, dtype=dtype), rand(width, dtype=dtype), rand(batch, n, dtype=dtype)
-    w = rand(2 * n if kind == "gated" else n, width, dtype=dtype)
+    w = rand(2 * n if kind == "gated" else n, width, dtype=dtype) * width**-0.5
     out = torch.full((batch, n), torch.nan, dtype=dtype, device=DEVICE)
     got = k.linear(x, w, norm=gain if norm else None, residual=residual if kind == "residual" else None, gated=kind == "gated", out=out)
     wide = normed(x.double(), gain.double()) if norm else x.double()
@@ -96,9 +96,9 @@ def test_attend_at_the_end_of_the_cache():
 
 
 def test_many_tokens_one_after_another():
-    given = case([3], 70)
+    given = case([55], 70)
     copy = [t.clone() for t in given]
-    for _ in range(66):
+    for _ in range(14):
         given[0], copy[0] = (qkv := rand(1, (HEADS + 2 * KV) * D)), qkv
         torch.testing.assert_close(k.attend(*given, parts=4), attention(*copy))
         given[5] += 1
