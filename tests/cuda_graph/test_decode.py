@@ -1,0 +1,67 @@
+"""transformers' decode step done right, and the ladder's bookkeeping."""
+
+import pytest
+import torch
+
+from snippets import qwen3
+from snippets.cuda_graph import decode
+from snippets.cuda_graph.hf_decode import HFDecoder
+from snippets.measure import check_tables
+
+
+@pytest.fixture(scope="module")
+def model():
+    return qwen3.tiny(layers=2).eval()
+
+
+def test_steps_are_those_of_the_model_without_a_cache(model):
+    prompt = torch.randint(3, 512, (2, 5))
+    hf = HFDecoder(model, batch=2, places=12)
+    with torch.no_grad():
+        hf.forward(prompt[:, :-1], past_key_values=hf.cache, use_cache=True)
+    hf.ids.copy_(prompt[:, -1:])
+    ids = prompt
+    for _ in range(6):
+        hf.step()
+        with torch.no_grad():
+            want = model(ids, use_cache=False).logits[:, -1]
+        torch.testing.assert_close(hf.logits, want, rtol=1e-4, atol=1e-4)
+        ids = torch.cat((ids, want.argmax(-1, keepdim=True)), 1)
+        assert torch.equal(hf.ids, ids[:, -1:])
+
+
+def test_a_warm_up_leaves_no_trace(model):
+    hf = HFDecoder(model, batch=1, places=9)
+    hf.fill(3)
+    with hf._untouched():
+        hf.step()
+        hf.step()
+    assert [int(layer.cumulative_length) for layer in hf.cache.layers] == [3, 3] and int(hf.ids) == 0
+
+
+@pytest.mark.parametrize("length", [-1, 9])
+def test_a_cache_that_is_too_short(model, length):
+    with pytest.raises(ValueError, match="leave a place"):
+        HFDecoder(model, batch=1, places=9).fill(length)
+
+
+def test_needed_bytes():
+    model = qwen3.tiny(layers=2)
+    config = model.config
+    per_layer = 64 * (4 + 2 + 2) * 32 + 4 * 32 * 64 + 3 * 64 * 160 + 2 * 64 + 2 * 32
+    weights = 2 * per_layer + 64 + 512 * 64
+    assert decode.needed_bytes(model, 0, 0) == 4 * weights
+    assert decode.needed_bytes(model, 3, 7) == 4 * (weights + 3 * 7 * 2 * 2 * config.num_key_value_heads * config.head_dim)
+
+
+def test_smoke():
+    tables = decode.measure(**decode.EXPERIMENT["smoke"])
+    check_tables(decode.EXPERIMENT["tables"], tables)
+    rows = {(r["batch"], r["path"]): r for r in tables["steps"]}
+    assert "CUDA" in rows[3, "hf graph"]["failed"] and rows[3, "hf graph"]["median_ms"] is None
+    assert rows[1, "ours eager"]["median_ms"] > 0 and rows[1, "hf eager"]["failed"] == ""
+
+
+def test_an_unknown_path(model):
+    with pytest.raises(ValueError, match="begin with hf or ours"):
+        decode.prepared("theirs eager", model, 1, 2, 3)
