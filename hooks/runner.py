@@ -265,13 +265,6 @@ def _watched(command: list[str], limit: float, id: str, quiet: bool) -> str:
     """
     start = time.monotonic()
     environ = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
-    try:
-        process = subprocess.Popen(
-            command, cwd=hooks.root(), env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, start_new_session=True, encoding="utf-8", errors="replace",
-        )  # fmt: skip
-    except OSError as error:
-        raise RunError(f"{id}: cannot start {command[0]} ({error.strerror or error})") from error
     tail: collections.deque[str] = collections.deque(maxlen=30)
     output: collections.deque[str] = collections.deque(maxlen=1000)
     last = [start]
@@ -283,12 +276,20 @@ def _watched(command: list[str], limit: float, id: str, quiet: bool) -> str:
             if not quiet:
                 _say(id, time.monotonic() - start, line.rstrip())
 
+    process: Any = None
     threads = [
         threading.Thread(target=forward, daemon=True),
         threading.Thread(target=lambda: output.extend(_pieces(process.stdout)), daemon=True),
     ]
     expired = False
     try:
+        try:
+            process = subprocess.Popen(
+                command, cwd=hooks.root(), env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, start_new_session=True, encoding="utf-8", errors="replace",
+            )  # fmt: skip
+        except OSError as error:
+            raise RunError(f"{id}: cannot start {command[0]} ({error.strerror or error})") from error
         for thread in threads:
             thread.start()
         while True:
@@ -304,11 +305,13 @@ def _watched(command: list[str], limit: float, id: str, quiet: bool) -> str:
                     _say(id, time.monotonic() - start, f"still running (limit {limit:.0f} s)")
                     last[0] = time.monotonic()
     finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        for thread in threads:
-            thread.join(5)
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            for thread in threads:
+                with contextlib.suppress(RuntimeError):  # interrupted before it was started
+                    thread.join(5)
     said = "\n".join(tail)
     if expired:
         raise RunError(

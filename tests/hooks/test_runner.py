@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -237,6 +238,28 @@ def test_interrupting_the_build_kills_the_experiment(root, number):
     said = build.communicate(timeout=20)[1]
     assert build.returncode != 0 and "demo.squares] interrupted; nothing was stored" in said
     assert gone(int((root / "child").read_text())) and not (root / "records").exists()
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_an_interrupt_before_the_output_is_read_kills_the_experiment_too(root, monkeypatch, capsys, at):
+    set_measure(root, "    import os, time\n    open('child', 'w').write(str(os.getpid()))\n    time.sleep(60)\n")
+    monkeypatch.setenv("REFRESH", "all")
+    start, calls = threading.Thread.start, []
+
+    def interrupted(self):
+        calls.append(self)
+        if len(calls) > at:
+            raise KeyboardInterrupt
+        start(self)
+
+    started = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(runner.subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)) or started[-1])
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ensure()
+    assert "interrupted; nothing was stored" in capsys.readouterr().err and not (root / "records").exists()
+    assert started[-1].poll() is not None
 
 
 def test_the_real_measure_module_speaks_this_protocol(root, monkeypatch):
