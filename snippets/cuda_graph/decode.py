@@ -33,7 +33,17 @@ EXPERIMENT = {
     "minutes": 8,
     "full": {
         "size": "8b", "layers": 36, "tokens": 24,
-        "cases": [[b, c, ["hf eager", "hf graph", "ours eager", "ours graph"]] for b in (1, 8, 32) for c in (512, 4096, 16384)],
+        "cases": [
+            [1, 512, ["hf eager", "hf graph", "ours eager", "ours graph"]],
+            [1, 4096, ["hf eager", "hf graph", "ours eager", "ours graph"]],
+            [1, 16384, ["hf eager", "hf graph", "ours eager", "ours graph"]],
+            [8, 512, ["hf eager", "hf graph", "ours eager", "ours graph"]],
+            [8, 4096, ["hf eager", "hf graph", "ours eager", "ours graph"]],
+            [8, 16384, ["hf eager", "hf graph", "ours eager", "ours graph"]],
+            [32, 512, ["hf eager", "hf graph", "ours eager", "ours graph"]],
+            [32, 4096, ["hf eager", "hf graph", "ours eager", "ours graph"]],
+            [32, 16384, ["hf eager", "hf graph", "ours eager", "ours graph"]],
+        ],
     },
     "smoke": {"size": "tiny", "layers": 1, "tokens": 3, "cases": [[1, 6, ["hf eager", "ours eager"]], [3, 6, ["ours eager", "hf graph"]]]},
     "tables": {
