@@ -236,10 +236,9 @@ def generator_fixed():
 # --8<-- [end:generator]
 
 
-def _accumulated(model, x, keep):
+def _accumulated(model, x):
     for _ in range(2):
         model(x).sum().backward()
-        keep(model)
     return model.weight.grad.sum().item()
 
 
@@ -249,7 +248,7 @@ def accumulation_wrong():
     model = torch.nn.Linear(4, 4, bias=False, device="cuda")
     x = torch.ones(2, 4, device="cuda")
     graphed = torch.cuda.make_graphed_callables(model, (x.clone().requires_grad_(),))
-    return _accumulated(graphed, x.requires_grad_(), lambda m: None)
+    return _accumulated(graphed, x.requires_grad_())
 
 
 def accumulation_fixed():
@@ -258,7 +257,7 @@ def accumulation_fixed():
     x = torch.ones(2, 4, device="cuda")
     graphed = torch.cuda.make_graphed_callables(model, (x.clone().requires_grad_(),))
     model.weight.grad = torch.zeros_like(model.weight)
-    return _accumulated(graphed, x.requires_grad_(), lambda m: None)
+    return _accumulated(graphed, x.requires_grad_())
 # --8<-- [end:accumulation]
 
 

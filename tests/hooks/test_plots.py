@@ -121,6 +121,13 @@ def test_the_csv_gives_the_rows_back_and_the_table_is_there_for_short_data():
     assert "<details" in html and "hf-results" in html
 
 
+def test_the_data_of_a_frontier_say_yes_or_no_and_leave_the_labels_to_the_plot():
+    rows = [{"a": 1.0, "b": 2.0, "front": True, "word": "first"}, {"a": 2.0, "b": 3.0, "front": False, "word": ""}]
+    html = plots.figure(rows, uid="u", kind="point", x="a", y="b", text="word", joined="front", labels={"word": "标注", "front": "在前沿"})
+    table = html[html.index("<details") :]
+    assert "是</span>" in table and "否</span>" in table and "通过" not in table and "标注" not in table
+
+
 def test_a_long_curve_stays_light():
     rows = [{"step": i, "loss": 3 + (i * 7919 % 1000) / 999, "v": v} for v in "abc" for i in range(1000)]
     html = plots.figure(rows, uid="u", x="step", y="loss", color="v")
