@@ -39,30 +39,43 @@ def add_product(weight: Tensor, dy: Tensor, x: Tensor) -> None:
         weight.grad = product.to(getattr(weight, "grad_dtype", None) or weight.dtype)
 
 
-class _Linear(torch.autograd.Function):
+class _WeightGradient(torch.autograd.Function):
+    """Stores a linear's input *before* the product runs, and adds the weight's gradient in the backward.
+
+    A Function hands its saved tensors over when its forward has returned. Were it to hold the product as well, a
+    checkpoint would have to finish down_proj before it sees that the backward needs nothing more (early stop). What goes
+    on to the product is a token: no memory, but the output's shape, so that dy comes back here.
+    """
+
     @staticmethod
     def forward(ctx, x, weight):
         ctx.save_for_backward(x)
-        # The parameter itself, not a saved copy: pack hooks would hand back a tensor without .grad.
+        ctx.weight = weight  # the parameter itself: pack hooks would hand back a tensor without .grad
+        return x.new_empty(()).expand(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, dy):
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        rows, columns = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+        adds = None if watched(weight) else will_accumulate(ctx.next_functions[1][0])
+        if adds:
+            add_product(weight, rows, columns)
+        return None, rows.T @ columns if adds is None else None
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, token, weight):
         ctx.weight, ctx.version = weight, weight._version
         return F.linear(x, weight)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx, dy):
-        (x,), weight = ctx.saved_tensors, ctx.weight
-        if weight._version != ctx.version:
+        if ctx.weight._version != ctx.version:
             raise RuntimeError("accumulate: a weight was changed between the forward and the backward (optimizer.step()?)")
-        dx = dy @ weight if ctx.needs_input_grad[0] else None
-        dw = None
-        if ctx.needs_input_grad[1]:
-            rows, columns = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
-            adds = None if watched(weight) else will_accumulate(ctx.next_functions[1][0])
-            if adds:
-                add_product(weight, rows, columns)
-            elif adds is None:
-                dw = rows.T @ columns
-        return dx, dw
+        return dy @ ctx.weight if ctx.needs_input_grad[0] else None, dy, None
 
 
 def watched(weight: Tensor) -> bool:
@@ -84,10 +97,10 @@ class AccumulatingLinear(torch.nn.Linear):
     """``torch.nn.Linear`` without bias, whose backward adds to ``weight.grad`` itself."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """As ``torch.nn.Linear``; under autocast, where the weight is a cast copy, exactly that."""
-        if torch.is_autocast_enabled(x.device.type):
+        """As ``torch.nn.Linear``; under autocast, where the weight is a cast copy, or with a frozen weight, exactly that."""
+        if not self.weight.requires_grad or torch.is_autocast_enabled(x.device.type):
             return super().forward(x)
-        return _Linear.apply(x, self.weight)
+        return _Product.apply(x, _WeightGradient.apply(x, self.weight), self.weight.detach())
 
 
 def accumulate(model: torch.nn.Module) -> Applied:

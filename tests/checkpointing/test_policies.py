@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from snippets import qwen3
 from snippets.checkpointing import policies as p
+from snippets.checkpointing.accumulate import accumulate
 from snippets.checkpointing.switching import switch_class
 from snippets.kernels import patch
 
@@ -95,11 +97,12 @@ def test_together_with_the_kernels(policy):
     ],
     ids=lambda x: getattr(x, "name", x),
 )
-def test_what_runs_again(policy, matmuls, attentions):
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_what_runs_again(policy, matmuls, attentions, accumulated):
     """A policy that silently stops saving what it says would run more."""
     layers = 2
     model = qwen3.tiny(layers=layers)
-    with p.apply(model, policy), Count() as count:
+    with accumulate(model) if accumulated else nullcontext(), p.apply(model, policy), Count() as count:
         gradients(model)
     assert count.runs[MM] == 3 + 21 * layers + matmuls * layers
     assert count.runs[FLASH] == (1 + attentions) * layers
