@@ -24,7 +24,7 @@ EXPERIMENT = {
     "needs": "cuda",
     "memory_gib": 40,
     "minutes": 3,
-    "full": {"paths": ["tests/checkpointing", "tests/kernels", "tests/precision", "tests/test_gpu_tests.py", "tests/test_variants.py"], "limit_s": 480},
+    "full": {"paths": ["tests/checkpointing", "tests/kernels", "tests/precision", "tests/test_gpu_tests.py", "tests/test_variants.py", "tests/cuda_graph"], "limit_s": 480},
     "smoke": {"paths": ["tests/test_gpu_tests.py"], "limit_s": 60},
     "tables": {
         "files": {"file": "", "passed": "项", "failed": "项", "skipped": "项", "seconds": "s"},
@@ -36,6 +36,7 @@ EXPERIMENT = {
         "tests/checkpointing/test_offload.py",
         "tests/checkpointing/test_pitfalls.py",
         "tests/checkpointing/test_recipes.py",
+        "tests/cuda_graph/test_on_gpu.py",
         "tests/kernels/test_cross_entropy.py",
         "tests/kernels/test_patch.py",
         "tests/kernels/test_rms_norm.py",

@@ -18,7 +18,7 @@ EXPERIMENT = {
         "size": "8b", "layers": 36, "cost_rounds": 10,
         "cases": [[1, 16384, 3, [
             "hf none", "hf full", "hf every2", "hf selective", "liger none", "liger full", "liger every2", "liger selective",
-            "ours none", "ours full", "ours keep", "ours plan 17", "ours plan 17 host",
+            "ours none", "ours full", "ours keep", "ours plan 17", "ours plan 17 host", "ours plan 34",
         ]]],
         "compiled": ["compiled 0.5 flops", "compiled 0 flops"],
     },
