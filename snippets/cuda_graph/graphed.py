@@ -18,8 +18,10 @@ caller, and each of which is an error here:
 from __future__ import annotations
 
 import itertools
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -121,8 +123,8 @@ class Graphed:
                 if "synchroniz" not in str(error):
                     raise
                 raise GraphError(
-                    "the function waits for the device (an .item(), a copy to the CPU, a tensor as a condition); nothing was captured. "
-                    "Keep the value on the device, or leave that part outside the graph"
+                    f"the function waits for the device ({_place(error)}); nothing was captured. Keep the value on the device, or "
+                    'leave that part outside the graph; for masks of transformers give attention_mask={"full_attention": None}'
                 ) from error
             finally:
                 torch.cuda.set_sync_debug_mode(before)
@@ -160,6 +162,13 @@ def _key(tensors: Sequence[Tensor]) -> Key:
 
 def _said(key: Key) -> str:
     return ", ".join(f"{list(shape)} {str(dtype).removeprefix('torch.')} {device}" for shape, dtype, device in key)
+
+
+def _place(error: BaseException) -> str:
+    """The innermost line of Python that isn't torch's own or this file's: ``masking_utils.py:755: if not is_tracing(...``."""
+    own = (str(Path(torch.__file__).parent), __file__)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(own)]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line}" if frames else "in a function without Python source"
 
 
 def _compare(warm: Sequence[str], captured: Sequence[str]) -> None:

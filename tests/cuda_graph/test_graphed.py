@@ -51,3 +51,15 @@ def test_other_operators_are_found(monkeypatch):
 def test_a_shorter_capture_is_found():
     with pytest.raises(GraphError, match="operator 1 was b, then None"):
         graphed._compare(["a", "b"], ["a"])
+
+
+def test_the_line_that_waits_is_named():
+    try:
+        torch.ones(2, 3).reshape(4)
+    except RuntimeError as error:
+        assert graphed._place(error).endswith(": torch.ones(2, 3).reshape(4)")
+        assert graphed._place(error).startswith("test_graphed.py:")
+    try:
+        torch.nn.functional.linear(torch.ones(2), torch.ones(3, 3)), torch.stack([])
+    except RuntimeError as error:
+        assert graphed._place(error).startswith("test_graphed.py:")
