@@ -1,0 +1,119 @@
+"""What many graphs cost: seconds of capture and memory, by the number of batch sizes captured, with one memory pool and with one each.
+
+Captured from the largest batch down, as serving engines do, so that every later graph finds its memory in the pool. Beside the
+pool, which holds what the captured kernels write, the driver keeps the graph itself: that is the rest of what the device lost.
+
+    python -m snippets.cuda_graph.buckets            # a CUDA GPU with 60 GiB
+    python -m snippets.cuda_graph.buckets --smoke
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import Any
+
+import torch
+
+from snippets import measure as measure_module
+from snippets import qwen3
+from snippets.cuda_graph.decoder import Decoder
+from snippets.cuda_graph.graphed import Graphed, GraphError
+from snippets.cuda_graph.hf_decode import HFDecoder
+from snippets.measure import Tables, cli, progress
+
+EXPERIMENT = {
+    "title": "录多少张图：耗时与显存",
+    "needs": "cuda",
+    "memory_gib": 60,
+    "minutes": 3,
+    "full": {
+        "size": "8b", "layers": 36, "places": 1024,
+        # up to 64, the step of 8 that vLLM and SGLang take by default
+        "counts": [64, 56, 48, 40, 32, 24, 16, 8, 4, 2, 1],
+    },
+    "smoke": {"size": "tiny", "layers": 1, "places": 8, "counts": [2, 1]},
+    "tables": {
+        "graphs": {"path": "", "graphs": "1", "batch": "1", "capture_s": "s", "pool_gib": "GiB", "driver_gib": "GiB", "failed": ""},
+    },
+}  # fmt: skip
+
+GIB = 2**30
+PATHS = ("ours, one pool", "ours, a pool each", "transformers, one pool")
+
+
+def pool_bytes(handles: set[tuple[int, int]]) -> int:
+    """Bytes that the caching allocator holds in these memory pools."""
+    return sum(s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) in handles)
+
+
+def driver_bytes() -> int:
+    """Bytes in use on the device that the caching allocator doesn't hold: contexts, kernels, graphs."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
+
+def captured(path: str, model: torch.nn.Module, places: int, counts: list[int]) -> list[dict[str, Any]]:
+    """One row for each graph: seconds and memory of it and of all before it."""
+    rows: list[dict[str, Any]] = []
+    graphs: list[Graphed] = []
+    kind, _, how = path.partition(", ")
+    decoder = Decoder(model, max(counts), places) if kind == "ours" else None
+    seconds, before = 0.0, 0
+    try:
+        if torch.cuda.is_available():
+            gc.collect()
+            torch.cuda.empty_cache()
+            before = driver_bytes()
+        for count in counts:
+            share = graphs[0] if graphs and how == "one pool" else None
+            if decoder:
+                graph, untouched, first = Graphed(lambda count=count: decoder.step(count), share=share), decoder._untouched, lambda count=count: decoder.step(count)
+            else:
+                hf = HFDecoder(model, count, places)
+                hf.fill(1)
+                graph, untouched, first = Graphed(hf.step, share=share), hf._untouched, hf.step
+            with untouched():
+                first()  # compiles, which a server does once and keeps
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+                start = time.perf_counter()
+                graph.capture()
+            seconds += time.perf_counter() - start
+            graphs.append(graph)
+            torch.cuda.empty_cache()
+            pools = {tuple(g._pool) for g in graphs}
+            rows.append({
+                "path": path, "graphs": len(graphs), "batch": count, "capture_s": seconds, "pool_gib": pool_bytes(pools) / GIB,
+                "driver_gib": (driver_bytes() - before) / GIB, "failed": "",
+            })  # fmt: skip
+    except (GraphError, torch.OutOfMemoryError) as error:
+        rows.append(dict.fromkeys(("capture_s", "pool_gib", "driver_gib")) | {"path": path, "graphs": len(graphs) + 1, "batch": count, "failed": str(error).splitlines()[0]})
+    return rows
+
+
+def measure(*, size: str, layers: int, places: int, counts: list[int]) -> Tables:
+    """Capture a decode step for one batch size after another.
+
+    Args:
+        size, layers: "8b" or "tiny", and its number of decoder layers.
+        places: tokens of each cache.
+        counts: batch sizes in the order of capture.
+
+    Returns:
+        ``graphs``: after each graph the seconds of all captures so far (warm-up runs in them, compilation not), the memory in
+        their pools, and what the driver took beside.
+    """
+    model = (qwen3.build(layers) if size == "8b" else qwen3.tiny(layers, device=measure_module.device())).eval()
+    rows = []
+    for i, path in enumerate(PATHS):
+        progress(path, i, len(PATHS))
+        rows += captured(path, model, places, counts)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return {"graphs": rows}
+
+
+if __name__ == "__main__":
+    cli(EXPERIMENT, measure)
