@@ -1,7 +1,8 @@
 """Decode, one token at a time: transformers eager, captured and compiled, and this project's decoder, over batch and context.
 
 Caches hold random keys and values; nothing in a step's time depends on what they say. Every path runs ``tokens`` steps in a row without
-a wait, as a server does, twice: once in order and once in the opposite order. The bytes that a token needs are the weights,
+a wait, as a server does, twice: once in order and once in the opposite order; a compiled path, whose compilation takes most of a
+minute, once, in the middle. ``decode_compiled`` and ``decode_compiled_long`` are the same with torch.compile. The bytes that a token needs are the weights,
 but for the input embedding, and the keys and values of its context; what a path moves beyond that is its own affair.
 
     python -m snippets.cuda_graph.decode            # a CUDA GPU with 130 GiB
@@ -64,6 +65,11 @@ def needed_bytes(model: torch.nn.Module, batch: int, context: int) -> int:
     return weights + batch * context * cache
 
 
+def is_compiled(path: str) -> bool:
+    """Whether it is a mode of torch.compile."""
+    return path.startswith("hf ") and path not in ("hf eager", "hf graph")
+
+
 def compiled(model: torch.nn.Module, mode: str) -> Callable[..., Any]:
     """The model under torch.compile; nothing is compiled before the first call."""
     return torch.compile(model, mode=None if mode == "default" else mode, dynamic=False)
@@ -86,7 +92,7 @@ def prepared(path: str, model: torch.nn.Module, batch: int, context: int, places
         return (lambda: decoder.decode(batch, 1)), back
     if kind != "hf":
         raise ValueError(f"no path {path!r}: they begin with hf or ours")
-    hf = HFDecoder(model, batch, places, None if way in ("eager", "graph") else compiled(model, way))
+    hf = HFDecoder(model, batch, places, compiled(model, way) if is_compiled(path) else None)
 
     def back_hf() -> None:
         for layer in hf.cache.layers:
@@ -162,7 +168,7 @@ def measure(*, size: str, layers: int, tokens: int, cases: list[list[Any]]) -> T
 
     Args:
         size, layers: "8b" or "tiny", and its number of decoder layers.
-        tokens: timed steps of each of the two visits to a path.
+        tokens: timed steps of each visit to a path.
         cases: [batch, context, paths] each; a path is "hf" or "ours" and "eager" or "graph", or "hf" and a mode of torch.compile.
 
     Returns:
@@ -175,7 +181,7 @@ def measure(*, size: str, layers: int, tokens: int, cases: list[list[Any]]) -> T
     rows = []
     for batch, context, paths in cases:
         seen: dict[str, list[dict[str, Any]]] = {p: [] for p in paths}
-        order = [*paths, *paths[::-1]]
+        order = [*(p for p in paths if not is_compiled(p)), *filter(is_compiled, paths), *(p for p in paths[::-1] if not is_compiled(p))]
         for i, path in enumerate(order):
             if not any("failed" in v for v in seen[path]):
                 progress(f"{batch} × {context} {path}", i, len(order))

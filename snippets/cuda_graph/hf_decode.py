@@ -36,7 +36,7 @@ class HFDecoder:
         from transformers import StaticCache
 
         config, weight = model.config, model.lm_head.weight
-        self.forward = forward or model
+        self.forward = model if forward is None else forward  # a compiled model has no truth value
         self.cache = StaticCache(config=config, max_cache_len=places)
         self.cache.early_initialization(batch, config.num_key_value_heads, config.head_dim, weight.dtype, weight.device)
         self.ids = torch.zeros(batch, 1, dtype=torch.int64, device=weight.device)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from snippets import qwen3
-from snippets.cuda_graph import decode
+from snippets.cuda_graph import decode, decode_compiled, decode_compiled_long
 from snippets.cuda_graph.hf_decode import HFDecoder
 from snippets.measure import check_tables
 
@@ -65,3 +65,24 @@ def test_smoke():
 def test_an_unknown_path(model):
     with pytest.raises(ValueError, match="begin with hf or ours"):
         decode.prepared("theirs eager", model, 1, 2, 3)
+
+
+@pytest.mark.parametrize("module", [decode_compiled, decode_compiled_long], ids=lambda m: m.__name__.rsplit(".", 1)[-1])
+def test_the_compiled_ladder(module):
+    assert module.EXPERIMENT["tables"] == decode.EXPERIMENT["tables"]
+    tables = module.measure(**module.EXPERIMENT["smoke"])
+    check_tables(module.EXPERIMENT["tables"], tables)
+    assert len(tables["steps"]) == 3 and all(r["median_ms"] > 0 and not r["failed"] for r in tables["steps"])
+
+
+def test_a_compiled_path_is_visited_once_in_the_middle(monkeypatch):
+    seen = []
+    monkeypatch.setattr(decode, "visit", lambda path, *_: seen.append(path) or {"samples": [1.0, 2.0], "prepare_s": 0.5})
+    decode.measure(size="tiny", layers=1, tokens=3, cases=[[1, 6, ["hf eager", "hf max-autotune", "ours eager"]]])
+    assert seen == ["hf eager", "ours eager", "hf max-autotune", "ours eager", "hf eager"]
+
+
+def test_every_context_and_batch_of_the_ladder_has_a_compiled_row():
+    cases = {(b, c) for b, c, _ in decode.EXPERIMENT["full"]["cases"]}
+    compiled = {(b, c) for m in (decode_compiled, decode_compiled_long) for b, c, paths in m.EXPERIMENT["full"]["cases"] if any(map(decode.is_compiled, paths)) and "ours graph" in paths}
+    assert compiled == cases
