@@ -36,7 +36,7 @@ CLEANER = 2  # raise it when ``clean`` changes, so that cached drawings are made
 ROLES = ("compute", "fail", "pass", "memory", "warning", "decision", "input")  # series colours, in order
 DASHES = ([1, 0], [7, 3], [2, 2], [9, 3, 2, 3], [4, 4], [12, 3], [1, 3])  # so that no series is told by colour alone
 SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down", "triangle-right")
-KINDS = ("line", "bar", "point")
+KINDS = ("line", "bar", "point", "span")
 MAX_POINTS = 400  # per series; more are thinned, and the figure says so
 POINT_MARKS = 32  # a line with more points than this shows no dots
 TABLE_ROWS = 40  # more rows than this are not repeated as a table
@@ -251,6 +251,7 @@ def spec(
     x: str,
     y: str,
     color: str | None = None,
+    x_end: str | None = None,
     y_low: str | None = None,
     y_high: str | None = None,
     text: str | None = None,
@@ -268,8 +269,10 @@ def spec(
     Args:
         rows: data, already thinned; a row with None in x or y draws nothing; it breaks a line, and a bar
             shows "—" in its place.
-        kind: "line", "point", or "bar" (horizontal: x is the value, y the category; with color, grouped).
+        kind: "line", "point", "bar" (horizontal: x is the value, y the category; with color, grouped), or "span" (a timeline:
+            from x to x_end in the lane y).
         x, y, color: column names.
+        x_end: of spans: column with their end.
         y_low, y_high: columns of a band around each line.
         text: of points: column with what is written beside the point; "" and None write nothing.
         joined: of points: column of bools; per series, the rows where it is true are joined by a thin line in
@@ -291,23 +294,28 @@ def spec(
         raise RenderError(f"plot: log={log!r}; write 'x', 'y' or 'xy'")
     if not rows:
         raise RenderError("plot: no rows to draw")
+    if (kind == "span") != (x_end is not None):
+        raise RenderError(f'plot: x_end= belongs to kind="span" and is needed there; got kind={kind!r}, x_end={x_end!r}')
     if (y_low is None) != (y_high is None):
         raise RenderError("plot: a band needs both y_low= and y_high=")
-    if kind == "bar" and (y_low or log == "y" or log == "xy"):
-        raise RenderError("plot: bars lie along x (x is the value, y the category); no band and no log y")
+    lanes = kind in ("bar", "span")
+    if lanes and (y_low or log == "y" or log == "xy"):
+        raise RenderError(f"plot: {kind}s lie along x (x is the value, y the category); no band and no log y")
     if kind != "point" and (text or joined):
         raise RenderError(f'plot: text= and joined= are for kind="point", not {kind!r}; a line joins its points anyway, a bar prints its value')
-    _check(rows, {"x": x, "y": y, "color": color, "y_low": y_low, "y_high": y_high, "text": text, "joined": joined})
+    _check(rows, {"x": x, "y": y, "color": color, "y_low": y_low, "y_high": y_high, "x_end": x_end, "text": text, "joined": joined})
     for rule in rules:
         on = next((k for k in ("x", "y") if k in rule), None)
         if on is None or not _number(rule[on]) or set(rule) - {"x", "y", "label"}:
             raise RenderError(f'plot: reference line {dict(rule)!r}; write {{"y": 0.9, "label": "..."}}')
-        if on == "y" and kind == "bar":
-            raise RenderError('plot: bars lie along x, so their reference line is {"x": ...}')
+        if on == "y" and lanes:
+            raise RenderError(f'plot: {kind}s lie along x, so their reference line is {{"x": ...}}')
         if on in log and rule[on] <= 0:
             raise RenderError(f"plot: reference line {dict(rule)!r} has no place on a log axis; drop log= or the line")
-    value = x if kind == "bar" else y
+    value = x if lanes else y
     held = [r for r in rows if r[x] is not None and r[y] is not None]
+    if x_end and (bad := next((r for r in held if not _number(r[x_end]) or not _number(r[x]) or r[x_end] < r[x]), None)):
+        raise RenderError(f"plot: a span must end at or after its start, but {x!r} is {bad[x]!r} and {x_end!r} is {bad[x_end]!r}")
     # A line keeps a row without y: the line breaks there instead of bridging what was not measured.
     # A bar without a value keeps its place and shows "—".
     rows = [r for r in rows if r[y if kind == "bar" else x] is not None] if kind != "point" and held else held
@@ -324,7 +332,7 @@ def spec(
         raise RenderError(f"plot: joined={joined!r} must hold true or false but holds {bad!r}; choose another column")
 
     series = _series(rows, color)
-    height = height or (None if kind == "bar" else HEIGHT)
+    height = height or (None if lanes else HEIGHT)
     label = {c: labels.get(c, c) for c in (x, y)}
     unit = {c: units.get(c, "") for c in (x, y)}
 
@@ -332,6 +340,8 @@ def spec(
         parts = [str(row[color])] if color else []
         for c in (x, y):
             text = render.format_value(row[c], fmt if c == value and fmt else None)
+            if c == x and x_end:
+                text += f"–{render.format_value(row[x_end], fmt)}"
             parts.append(f"{label[c]} {text}" + ("" if unit[c] in render.UNITLESS else f" {unit[c]}"))
         return " · ".join(parts)
 
@@ -344,6 +354,8 @@ def spec(
             p["d"] = said(row)
         if kind == "bar":
             p |= {"t": render.format_value(row[value], fmt), "at": row[value] or 0}
+        if x_end:
+            p["end"] = row[x_end]
         if y_low:
             p |= {"lo": row[y_low], "hi": row[y_high]}
         if text:
@@ -355,7 +367,7 @@ def spec(
     spans: dict[str, tuple[float, float]] = {}  # of the axes, where texts need places in px
 
     def channel(c: str, on: str) -> dict[str, Any]:
-        extra = [r[k] for k in (y_low, y_high) if k and on == "y" for r in rows]
+        extra = [r[k] for k, along in ((y_low, "y"), (y_high, "y"), (x_end, "x")) if k and on == along for r in rows]
         values = [r[c] for r in rows] + extra
         out = _axis(_title(c, label[c], unit[c]), values, on in log, all(_number(r[c]) for r in held))
         if text:
@@ -396,8 +408,14 @@ def spec(
         layers.append({"mark": written | {"align": "left", "dx": 4}, "encoding": number})
         count = len({p["y"] for p in points}) * max(1, len(names))
         height = height or max(60, 22 * count + 12 * len({p["y"] for p in points}))
+    elif kind == "span":
+        names_of_lanes = list(dict.fromkeys(p["y"] for p in points))
+        py = {"field": "y", "type": "nominal", "sort": names_of_lanes, "axis": {"title": None, "labelLimit": 190}, "scale": {"paddingInner": 0.35}}
+        span = {"x": px, "x2": {"field": "end"}, "y": py, "fill": fill, "stroke": stroke}
+        layers.append({"mark": {"type": "bar", "strokeWidth": 0.5}, "encoding": span | said_by})
+        height = height or max(60, 40 * len(names_of_lanes))
     else:
-        if zero and kind != "bar" and "y" not in log:
+        if zero and "y" not in log:
             py["scale"]["zero"] = True
         base = {"x": px, "y": py}
         if y_low:
@@ -559,7 +577,7 @@ def _legend(names: Sequence[str], kind: str) -> str:
     items = ""
     for i, name in enumerate(names):
         role = ROLES[i]
-        if kind == "bar":
+        if kind in ("bar", "span"):
             key = f'<rect x="1" y="1" width="22" height="10" fill="var(--hf-{role}-fill)" stroke="var(--hf-{role}-stroke)"/>'
         elif kind == "line":
             dash = " ".join(map(str, DASHES[i]))

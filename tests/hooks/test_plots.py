@@ -303,3 +303,40 @@ def test_a_warm_cache_draws_without_the_converter_and_repairs_a_damaged_file(roo
     assert plots.svg(spec) == first and file.read_text(encoding="utf-8") == first
     assert plots.svg(plots.spec(SWEEP, kind="point", x="rows", y="ms")) != first
     assert len(list((root / ".cache/plots").iterdir())) == 2
+
+
+SPANS = [
+    {"lane": lane, "from": 10.0 * i, "to": 10.0 * i + w, "who": who}
+    for lane, who, w in (("eager 主机", "主机", 8.0), ("eager GPU", "GPU", 2.0)) for i in range(5)
+]  # fmt: skip
+
+
+def spans(rows=SPANS, **changes):
+    return plots.figure(rows, **({"uid": "u", "kind": "span", "x": "from", "x_end": "to", "y": "lane", "color": "who", "units": {"from": "µs"}} | changes))
+
+
+def test_spans_lie_in_their_lanes_with_their_width_and_tell_both_ends():
+    svg = image(spans())
+    marks = [e for e in svg.iter(f"{SVG}path") if e.find(f"{SVG}title") is not None]
+    assert len(marks) == len(SPANS)
+    boxes = [re.match(r"M([\d.]+),([\d.]+)h([\d.]+)v", e.get("d")).groups() for e in marks]
+    widths = [float(w) for _, _, w in boxes]
+    assert widths[0] == pytest.approx(4 * widths[5], rel=0.01) and len({y for _, y, _ in boxes}) == 2
+    assert marks[0].findtext(f"{SVG}title") == "主机 · from 0–8 µs · lane eager 主机"
+    assert [t.text for t in svg.iter(f"{SVG}text") if t.text and "eager" in t.text] == ["eager 主机", "eager GPU"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "says"),
+    [
+        (SPANS, {"x_end": None}, "x_end= belongs to"),
+        (SPANS, {"kind": "bar"}, "x_end= belongs to"),
+        ([SPANS[0] | {"to": -1.0}], {}, "must end at or after its start"),
+        ([SPANS[0] | {"to": None}], {}, "must end at or after its start"),
+        (SPANS, {"x_end": "nonsense"}, "nonsense"),
+        (SPANS, {"rules": [{"y": 3}]}, "spans lie along x"),
+    ],
+)
+def test_mistakes_with_spans_name_the_remedy(rows, changes, says):
+    with pytest.raises(RenderError, match=says):
+        spans(rows, **changes)
