@@ -166,8 +166,8 @@ def test_host_memory_whose_bus_was_not_measured():
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory):
-    tables = costs_module.measure(**costs_module.EXPERIMENT["smoke"])
+def measured(smoke_costs, tmp_path_factory):
+    tables = smoke_costs
     check_tables(costs_module.EXPERIMENT["tables"], tables)
     file = tmp_path_factory.mktemp("costs") / "costs.json"
     file.write_text(json.dumps({"tables": tables, "device": {"name": "this CPU"}}))

@@ -5,7 +5,6 @@ import torch
 
 from snippets import qwen3
 from snippets.checkpointing import agreement, layers, lengths, long_16k, long_32k, pareto, recipes
-from snippets.checkpointing import costs as costs_module
 from snippets.checkpointing.plan import Costs
 from snippets.measure import check_tables
 
@@ -20,8 +19,8 @@ def state(model):
 
 
 @pytest.fixture(scope="module")
-def costs():
-    return Costs.read(costs_module.measure(**costs_module.EXPERIMENT["smoke"]), 2, 16, 2)
+def costs(smoke_costs):
+    return Costs.read(smoke_costs, 2, 16, 2)
 
 
 @pytest.mark.parametrize("name", NAMES)
