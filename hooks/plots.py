@@ -318,7 +318,7 @@ def spec(
         raise RenderError(f"plot: a span must end at or after its start, but {x!r} is {bad[x]!r} and {x_end!r} is {bad[x_end]!r}")
     # A line keeps a row without y: the line breaks there instead of bridging what was not measured.
     # A bar without a value keeps its place and shows "—".
-    rows = [r for r in rows if r[y if kind == "bar" else x] is not None] if kind != "point" and held else held
+    rows = [r for r in rows if r[y if kind == "bar" else x] is not None] if kind in ("line", "bar") and held else held
     if not rows:
         raise RenderError(f"plot: no row has a value in both {x!r} and {y!r}")
     bad = next((r[value] for r in held if not _number(r[value])), None)

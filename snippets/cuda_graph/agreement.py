@@ -14,7 +14,6 @@ through the prefill, and each text is decoded up to the last place of the cache.
 
 from __future__ import annotations
 
-import gc
 import os
 from typing import Any
 
@@ -23,14 +22,13 @@ from torch import Tensor
 
 from snippets import measure as measure_module
 from snippets import qwen3
+from snippets.checkpointing.agreement import SLACK
 from snippets.checkpointing.determinism import algorithms
-from snippets.checkpointing.recipes import recipe
+from snippets.checkpointing.recipes import clean, recipe
 from snippets.cuda_graph.decoder import Decoder
 from snippets.cuda_graph.graphed import GraphError
 from snippets.cuda_graph.train_step import TrainStep
 from snippets.measure import Tables, cli, progress
-
-SLACK = 1.5  # Gate 2's
 
 EXPERIMENT = {
     "title": "CUDA Graph 的结果与 eager、与 transformers 是否一致",
@@ -87,7 +85,7 @@ def trained(size: str, layers: int, name: str, batches: Tensor, graph: bool) -> 
 def compare_training(size: str, layers: int, steps: int, tokens: int, recipes: list[str], micro_batches: list[int]) -> list[dict[str, Any]]:
     """Eager against the graph, each from the same weights over the same batches."""
     rows = []
-    vocabulary = model_of(size, 1).config.vocab_size
+    vocabulary = (qwen3.QWEN3_8B if size == "8b" else qwen3.TINY)["vocab_size"]
     for name in recipes:
         for micro in micro_batches:
             progress(f"{steps} steps, {name}, {micro} micro-batches")
@@ -106,7 +104,7 @@ def compare_training(size: str, layers: int, steps: int, tokens: int, recipes: l
             }  # fmt: skip
             rows.append(row | counts | {"ok": not any(counts.values()), "failed": ""})
             del weights, again
-            _free()
+            clean()
     return rows
 
 
@@ -119,7 +117,7 @@ def compare_decoding(size: str, layers: int, cases: list[list[int]]) -> list[dic
     for sequences, bucket, places in cases:
         progress(f"decoding {sequences} in the bucket of {bucket}, {places} places")
         rows.append(_decoded(model, wide, sequences, bucket, places))
-        _free()
+        clean()
     return rows
 
 
@@ -163,12 +161,6 @@ def _decoded(model: torch.nn.Module, wide: torch.nn.Module, sequences: int, buck
 def _looked_at(position: int, places: int) -> bool:
     """Every eighth position and the last ones: a text's whole logits would take more memory than the model."""
     return position % 8 == 0 or position >= places - 8
-
-
-def _free() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def measure(*, size: str, training: dict[str, Any], decoding: dict[str, Any]) -> Tables:

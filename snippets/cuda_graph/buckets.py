@@ -9,7 +9,7 @@ pool, which holds what the captured kernels write, the driver keeps the graph it
 
 from __future__ import annotations
 
-import gc
+import functools
 import time
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 
 from snippets import measure as measure_module
 from snippets import qwen3
+from snippets.checkpointing.recipes import clean
 from snippets.cuda_graph.decoder import Decoder
 from snippets.cuda_graph.graphed import Graphed, GraphError
 from snippets.cuda_graph.hf_decode import HFDecoder
@@ -28,9 +29,7 @@ EXPERIMENT = {
     "memory_gib": 60,
     "minutes": 3,
     "full": {
-        "size": "8b", "layers": 36, "places": 1024,
-        # up to 64, the step of 8 that vLLM and SGLang take by default
-        "counts": [64, 56, 48, 40, 32, 24, 16, 8, 4, 2, 1],
+        "size": "8b", "layers": 36, "places": 1024, "counts": [64, 56, 48, 40, 32, 24, 16, 8, 4, 2, 1],
     },
     "smoke": {"size": "tiny", "layers": 1, "places": 8, "counts": [2, 1]},
     "tables": {
@@ -55,40 +54,32 @@ def driver_bytes() -> int:
 
 def captured(path: str, model: torch.nn.Module, places: int, counts: list[int]) -> list[dict[str, Any]]:
     """One row for each graph: seconds and memory of it and of all before it."""
+    clean()
+    kind, _, how = path.partition(", ")
+    decoders = [Decoder(model, max(counts), places)] * len(counts) if kind == "ours" else [HFDecoder(model, n, places) for n in counts]
+    steps = [functools.partial(d.step, n) if kind == "ours" else d.step for d, n in zip(decoders, counts, strict=True)]
+    for decoder, step in zip(decoders, steps, strict=True):
+        with decoder._untouched():
+            step()  # compiles and loads kernels for each size, which a server does once; it is no cost of the graphs
+    clean()
+    before = driver_bytes() if torch.cuda.is_available() else 0
     rows: list[dict[str, Any]] = []
     graphs: list[Graphed] = []
-    kind, _, how = path.partition(", ")
-    decoder = Decoder(model, max(counts), places) if kind == "ours" else None
-    seconds, before = 0.0, 0
-    try:
-        if torch.cuda.is_available():
-            gc.collect()
-            torch.cuda.empty_cache()
-            before = driver_bytes()
-        for count in counts:
-            share = graphs[0] if graphs and how == "one pool" else None
-            if decoder:
-                graph, untouched, first = Graphed(lambda count=count: decoder.step(count), share=share), decoder._untouched, lambda count=count: decoder.step(count)
-            else:
-                hf = HFDecoder(model, count, places)
-                hf.fill(1)
-                graph, untouched, first = Graphed(hf.step, share=share), hf._untouched, hf.step
-            with untouched():
-                first()  # compiles, which a server does once and keeps
-                if torch.cuda.is_available():
-                    torch.cuda.synchronize()
-                start = time.perf_counter()
+    seconds = 0.0
+    for decoder, step, count in zip(decoders, steps, counts, strict=True):
+        graph = Graphed(step, share=graphs[0] if graphs and how == "one pool" else None)
+        row = {"path": path, "graphs": len(graphs) + 1, "batch": count}
+        start = time.perf_counter()
+        try:
+            with decoder._untouched():
                 graph.capture()
-            seconds += time.perf_counter() - start
-            graphs.append(graph)
-            torch.cuda.empty_cache()
-            pools = {tuple(g._pool) for g in graphs}
-            rows.append({
-                "path": path, "graphs": len(graphs), "batch": count, "capture_s": seconds, "pool_gib": pool_bytes(pools) / GIB,
-                "driver_gib": (driver_bytes() - before) / GIB, "failed": "",
-            })  # fmt: skip
-    except (GraphError, torch.OutOfMemoryError) as error:
-        rows.append(dict.fromkeys(("capture_s", "pool_gib", "driver_gib")) | {"path": path, "graphs": len(graphs) + 1, "batch": count, "failed": str(error).splitlines()[0]})
+        except (GraphError, torch.OutOfMemoryError) as error:
+            return [*rows, row | dict.fromkeys(("capture_s", "pool_gib", "driver_gib")) | {"failed": str(error).splitlines()[0]}]
+        seconds += time.perf_counter() - start
+        graphs.append(graph)
+        torch.cuda.empty_cache()
+        pools = {tuple(g._pool) for g in graphs}
+        rows.append(row | {"capture_s": seconds, "pool_gib": pool_bytes(pools) / GIB, "driver_gib": (driver_bytes() - before) / GIB, "failed": ""})
     return rows
 
 
@@ -109,9 +100,6 @@ def measure(*, size: str, layers: int, places: int, counts: list[int]) -> Tables
     for i, path in enumerate(PATHS):
         progress(path, i, len(PATHS))
         rows += captured(path, model, places, counts)
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
     return {"graphs": rows}
 
 

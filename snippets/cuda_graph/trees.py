@@ -103,7 +103,7 @@ CASES = {
     "three_sizes_dynamic": Case("三种形状，dynamic=True", three_sizes, graphs=3, dynamic=True),
     "changed_input": Case("就地修改普通输入", changed_input, graphs=0, reason="mutated inputs"),
     "static_cache": Case("就地修改，mark_static_address", static_cache, graphs=1),
-    "cpu_part": Case("中间有一段在 CPU 上", cpu_part, graphs=0, reason="cpu"),
+    "cpu_part": Case("中间有一段在 CPU 上，切开", cpu_part, graphs=1),  # graph_partition, on by default, leaves that part out
     "read_back": Case(".item() 打断", read_back, graphs=2),
 }
 

@@ -326,6 +326,13 @@ def test_spans_lie_in_their_lanes_with_their_width_and_tell_both_ends():
     assert [t.text for t in svg.iter(f"{SVG}text") if t.text and "eager" in t.text] == ["eager 主机", "eager GPU"]
 
 
+@pytest.mark.parametrize("gap", [{"from": None}, {"lane": None}])
+def test_a_row_without_start_or_lane_draws_no_span(gap):
+    svg = image(spans([*SPANS, SPANS[0] | gap]))
+    assert len([e for e in svg.iter(f"{SVG}path") if e.find(f"{SVG}title") is not None]) == len(SPANS)
+    assert "None" not in ET.tostring(svg, encoding="unicode")
+
+
 @pytest.mark.parametrize(
     ("rows", "changes", "says"),
     [
