@@ -1,19 +1,19 @@
-"""Kernels for decoding one token for a few sequences: every one is a stream over weights or over the cache.
+"""Kernels for decoding one token at a time: every one is a stream over weights or over the cache.
 
 At batch 1 a decoder layer of Qwen3-8B reads 385 MB of weights for 0.4 GFLOP, so a step is as fast as memory is read. Two
 things stand in the way: small kernels between the large ones, and the gap at each kernel's start and end, when the memory
-idles. So the norms are computed by whoever reads the normed vector, activation and residual by whoever wrote it, and a
+idles. So the norm is computed by whoever reads the normed vector, activation and residual by whoever wrote it, and a
 kernel loads its first weights before it waits for the one before (``PDL``: programmatic dependent launch, Hopper and newer; in a
 CUDA graph it becomes an edge between two nodes).
 
-    linear          y = W f(x) + r: f is the identity or RMSNorm, r a residual; or silu(W_gate f(x)) · W_up f(x)
+    linear          y = W f(x) + r for one x: f is the identity or RMSNorm, r a residual; or silu(W_gate f(x)) · W_up f(x)
     attend          RMSNorm and RoPE of q and k, the new k and v into the cache, attention over parts of the cache
     combine         those parts into one output
     embed, pick     the rows of the current tokens; the next tokens from the logits, and the lengths advanced
 
 No kernel takes a length from the host: a CUDA graph would keep it as a constant. The lengths are a tensor.
 
-Roundings to the storage dtype stand where transformers 5.17's Qwen3 has them.
+Roundings to the storage dtype stand where transformers 5.17's Qwen3 has them, except that ``linear`` doesn't round the normed x.
 """
 
 from __future__ import annotations
@@ -37,58 +37,59 @@ TILE = 64  # positions of the cache that a program of ``attend`` takes at a time
 @triton.jit
 def _linear(
     x_ptr, w_ptr, norm_ptr, residual_ptr, y_ptr, n,
-    BATCH: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, EPS: tl.constexpr, COMPUTE: tl.constexpr,
-    NORM: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    WIDTH: tl.constexpr, EPS: tl.constexpr, COMPUTE: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     real = rows < n
-    places = rows.to(tl.int64)[:, None] * WIDTH + tl.arange(0, COLUMNS)[None, :]
-    first = real[:, None] & (tl.arange(0, COLUMNS) < WIDTH)[None, :]
-    w0 = tl.load(w_ptr + places, mask=first, other=0.0, eviction_policy="evict_first")
-    if GATED:  # rows n .. 2n of the same matrix
-        u0 = tl.load(w_ptr + n.to(tl.int64) * WIDTH + places, mask=first, other=0.0, eviction_policy="evict_first")
+    # Everything is [rows, columns] from the first load on: from one dimension to two, values change threads and warps wait.
+    cols = tl.arange(0, COLUMNS)[None, :]
+    w_ptr += rows.to(tl.int64)[:, None] * WIDTH
+    u_ptr = w_ptr + n.to(tl.int64) * WIDTH  # gated: rows n .. 2n of the same matrix
+    first = real[:, None] & (cols < WIDTH)
+    w0 = tl.load(w_ptr + cols, mask=first, other=0.0, eviction_policy="evict_first")
+    if GATED:
+        u0 = tl.load(u_ptr + cols, mask=first, other=0.0, eviction_policy="evict_first")
     if PDL:  # the weights are nobody's output; x is
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
-    batch = tl.arange(0, BATCH)
-    if NORM:
-        every = tl.arange(0, PADDED)
-        whole = tl.load(x_ptr + batch[:, None] * WIDTH + every[None, :], mask=(every < WIDTH)[None, :], other=0.0).to(COMPUTE)
-        rstd = tl.rsqrt(tl.sum(whole * whole, axis=1) / WIDTH + EPS)
-
-    sums = tl.zeros([BATCH, ROWS], dtype=COMPUTE)
-    ups = tl.zeros([BATCH, ROWS], dtype=COMPUTE)
-    for chunk in tl.static_range((WIDTH + COLUMNS - 1) // COLUMNS):
-        cols = chunk * COLUMNS + tl.arange(0, COLUMNS)
-        inside = cols < WIDTH
-        stored = tl.load(x_ptr + batch[:, None] * WIDTH + cols[None, :], mask=inside[None, :], other=0.0)
-        x = stored.to(COMPUTE)
-        if NORM:
-            gain = tl.load(norm_ptr + cols, mask=inside, other=0.0).to(COMPUTE)
-            x = (gain[None, :] * (x * rstd[:, None]).to(stored.dtype).to(COMPUTE)).to(stored.dtype).to(COMPUTE)
-        mask = real[:, None] & inside[None, :]
-        if chunk == 0:
+    # Products are added up in place and reduced once at the end. For the norm's sake nothing waits either: its gain goes onto x,
+    # its factor onto the sums.
+    sums = tl.zeros([ROWS, COLUMNS], dtype=COMPUTE)
+    ups = tl.zeros([ROWS, COLUMNS], dtype=COMPUTE)
+    squares = tl.zeros([1, COLUMNS], dtype=COMPUTE)
+    for start in tl.static_range(0, WIDTH, COLUMNS):
+        inside = start + cols < WIDTH
+        mask = real[:, None] & inside
+        if start == 0:
             w = w0
         else:
-            w = tl.load(w_ptr + places + chunk * COLUMNS, mask=mask, other=0.0, eviction_policy="evict_first")
-        sums += tl.sum(w.to(COMPUTE)[None, :, :] * x[:, None, :], axis=2)
+            w = tl.load(w_ptr + start + cols, mask=mask, other=0.0, eviction_policy="evict_first")
+        x = tl.load(x_ptr + start + cols, mask=inside, other=0.0).to(COMPUTE)
+        if NORM:
+            squares += x * x
+            x *= tl.load(norm_ptr + start + cols, mask=inside, other=0.0).to(COMPUTE)
+        sums += w.to(COMPUTE) * x
         if GATED:
-            if chunk == 0:
+            if start == 0:
                 u = u0
             else:
-                u = tl.load(w_ptr + n.to(tl.int64) * WIDTH + places + chunk * COLUMNS, mask=mask, other=0.0, eviction_policy="evict_first")
-            ups += tl.sum(u.to(COMPUTE)[None, :, :] * x[:, None, :], axis=2)
+                u = tl.load(u_ptr + start + cols, mask=mask, other=0.0, eviction_policy="evict_first")
+            ups += u.to(COMPUTE) * x
 
+    y, up = tl.sum(sums, axis=1), tl.sum(ups, axis=1)
+    if NORM:
+        rstd = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / WIDTH + EPS)
+        y, up = y * rstd, up * rstd
     out = y_ptr.dtype.element_ty
-    y = sums.to(out)
-    to = batch[:, None] * n + rows[None, :]
+    y = y.to(out)
     if GATED:
         gate = y.to(COMPUTE)
-        y = ((gate * tl.sigmoid(gate)).to(out).to(COMPUTE) * ups.to(out).to(COMPUTE)).to(out)
+        y = ((gate * tl.sigmoid(gate)).to(out).to(COMPUTE) * up.to(out).to(COMPUTE)).to(out)
     if RESIDUAL:
-        y = (y.to(COMPUTE) + tl.load(residual_ptr + to, mask=real[None, :], other=0.0).to(COMPUTE)).to(out)
-    tl.store(y_ptr + to, y, mask=real[None, :])
+        y = (y.to(COMPUTE) + tl.load(residual_ptr + rows, mask=real, other=0.0).to(COMPUTE)).to(out)
+    tl.store(y_ptr + rows, y, mask=real)
 # --8<-- [end:linear]
 
 
@@ -255,20 +256,20 @@ def linear(
     x: torch.Tensor, weight: torch.Tensor, *, norm: torch.Tensor | None = None, eps: float = 1e-6,
     residual: torch.Tensor | None = None, gated: bool = False, out: torch.Tensor | None = None, pdl: bool = False, **launch: int,
 ) -> torch.Tensor:  # fmt: skip
-    """``W f(x) + residual`` for a few rows of x, where f is RMSNorm with gain ``norm``, or the identity without.
+    """``W f(x) + residual`` for one row x, where f is RMSNorm with gain ``norm``, or the identity without.
 
     Args:
-        x: ``[B, K]``, contiguous; B is 1, 2 or 4.
+        x: ``[1, K]``, contiguous.
         weight: ``[N, K]``, contiguous; ``[2 N, K]``, gate above up, where ``gated``.
-        residual: ``[B, N]``.
+        residual: ``[1, N]``.
         gated: return ``silu(W_gate f(x)) * (W_up f(x))``.
-        out: ``[B, N]`` to write to.
+        out: ``[1, N]`` to write to.
         pdl: start before the kernel before has ended, on Hopper and newer. All launches of a chain must say so, or the
             one that doesn't waits as usual.
         launch: other values than those of ``LINEAR``.
 
     Returns:
-        ``[B, N]`` in x's dtype.
+        ``[1, N]`` in x's dtype.
 
     Raises:
         TypeError, ValueError: dtypes, shapes or strides that the kernel cannot take.
@@ -276,12 +277,12 @@ def linear(
     check_tensors("linear", x=x, weight=weight, **{k: t for k, t in (("norm", norm), ("residual", residual), ("out", out)) if t is not None})
     batch, width = x.shape
     n = weight.shape[0] // (2 if gated else 1)
-    if batch not in (1, 2, 4):
-        raise ValueError(f"linear: x has {batch} rows; supported are 1, 2 and 4. torch.nn.functional.linear takes any number")
+    if batch != 1:
+        raise ValueError(f"linear: x has {batch} rows; only one is supported. torch.nn.functional.linear takes any number")
     if weight.shape != (n * (2 if gated else 1), width):
         raise ValueError(f"linear: weight is {tuple(weight.shape)}, x is {tuple(x.shape)}; the last sizes must agree, and gated needs an even number of rows")
-    y = torch.empty(batch, n, dtype=x.dtype, device=x.device) if out is None else out
-    for name, t, shape in (("x", x, (batch, width)), ("weight", weight, tuple(weight.shape)), ("norm", norm, (width,)), ("residual", residual, (batch, n)), ("out", y, (batch, n))):
+    y = torch.empty(1, n, dtype=x.dtype, device=x.device) if out is None else out
+    for name, t, shape in (("x", x, (1, width)), ("weight", weight, tuple(weight.shape)), ("norm", norm, (width,)), ("residual", residual, (1, n)), ("out", y, (1, n))):
         if t is not None and (t.shape != shape or not t.is_contiguous()):
             raise ValueError(f"linear: {name} is {tuple(t.shape)} with strides {t.stride()}; it must be {shape} and contiguous")
         if t is not None and t.dtype != x.dtype:
@@ -292,7 +293,7 @@ def linear(
     config["COLUMNS"] = min(config["COLUMNS"], triton.next_power_of_2(width))
     with on(x):
         _linear[triton.cdiv(n, config["ROWS"]),](
-            x, weight, norm, residual, y, n, batch, width, triton.next_power_of_2(width), eps, compute_dtype(x.dtype),
+            x, weight, norm, residual, y, n, width, eps, compute_dtype(x.dtype),
             norm is not None, residual is not None, gated, PDL=pdl, **config, **_launch(pdl),
         )  # fmt: skip
     return y

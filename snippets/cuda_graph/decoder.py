@@ -7,8 +7,7 @@
 A step has no arguments: tokens, lengths and cache are buffers at fixed addresses, and the step itself picks the next token
 and advances the lengths. So a replay is all that a token takes, and the host may be a step or a hundred behind.
 
-Up to four sequences the linear layers are matrix-vector products that stream the weights once (``decode_kernels``); above,
-cuBLAS. The attention reads each length from the device, so one graph serves every context up to ``places``.
+For one sequence the linear layers are matrix-vector products (``decode_kernels``), for more of them cuBLAS's. The attention reads each length from the device, so one graph serves every context up to ``places``.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from snippets.cuda_graph.graphed import Graphed
 from snippets.kernels import rms_norm, swiglu
 from snippets.kernels.common import processors
 
-STREAMED = (1, 2, 4)  # batch sizes of ``decode_kernels.linear``
 CHECK_EVERY = 16  # tokens between two looks at whether every sequence has ended; a look waits for the device
 
 
@@ -125,7 +123,7 @@ class Decoder:
                     eps=eps, parts=self._parts(count), out=attended, pdl=pdl,
                 )  # fmt: skip
 
-            if count in STREAMED:
+            if count == 1:
                 attend(kernels.linear(hidden, layer.qkv, norm=layer.norm, eps=eps, out=qkv, pdl=pdl))
                 kernels.linear(attended, layer.o, residual=hidden, out=between, pdl=pdl)
                 kernels.linear(between, layer.gate_up, norm=layer.mlp_norm, eps=eps, gated=True, out=inner, pdl=pdl)
@@ -135,7 +133,7 @@ class Decoder:
                 torch.add(hidden, torch.mm(attended, layer.o.T), out=between)
                 gate, up = torch.mm(rms_norm(between, layer.mlp_norm, eps), layer.gate_up.T).chunk(2, dim=1)
                 torch.add(between, torch.mm(swiglu(gate, up), layer.down.T), out=hidden)
-        if count in STREAMED:
+        if count == 1:
             kernels.linear(hidden, head, norm=decoder.norm.weight, eps=eps, out=logits, pdl=pdl)
         else:
             torch.mm(rms_norm(hidden, decoder.norm.weight, eps), head.T, out=logits)

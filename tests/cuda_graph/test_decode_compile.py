@@ -21,9 +21,9 @@ bf16, fp32 = "*bf16", "*fp32"
 linear = dict.fromkeys(("x_ptr", "w_ptr", "norm_ptr", "residual_ptr", "y_ptr"), bf16) | {"n": "i32"}
 fixed = {"EPS": 1e-6, "COMPUTE": tl.float32}
 cases = {  # the shapes of Qwen3-8B
-    "qkv": (k._linear, linear, dict(BATCH=1, WIDTH=4096, PADDED=4096, NORM=True, RESIDUAL=False, GATED=False)),
-    "gate_up": (k._linear, linear, dict(BATCH=4, WIDTH=4096, PADDED=4096, NORM=True, RESIDUAL=False, GATED=True)),
-    "down": (k._linear, linear, dict(BATCH=2, WIDTH=12288, PADDED=16384, NORM=False, RESIDUAL=True, GATED=False)),
+    "qkv": (k._linear, linear, dict(WIDTH=4096, NORM=True, RESIDUAL=False, GATED=False)),
+    "gate_up": (k._linear, linear, dict(WIDTH=4096, NORM=True, RESIDUAL=False, GATED=True)),
+    "down": (k._linear, linear, dict(WIDTH=12288, NORM=False, RESIDUAL=True, GATED=False)),
     "attend": (k._attend, dict.fromkeys(("qkv_ptr", "q_norm_ptr", "k_norm_ptr", "cos_ptr", "sin_ptr", "keys_ptr", "values_ptr"), bf16)
                | dict.fromkeys(("part_ptr", "top_ptr", "sum_ptr"), fp32) | {"lengths_ptr": "*i32"},
                dict(HEADS=32, KV=8, D=128, GROUP=4, PLACES=4096, SCALE=128**-0.5, PARTS=32, TILE=k.TILE)),
