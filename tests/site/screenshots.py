@@ -1,7 +1,7 @@
 """Pictures of every page for a person to look at: `make screenshots`.
 
 Writes screenshots/<page>-<width>-<scheme>.png from site/, and renews the README's
-picture, docs/assets/images/home.png.
+picture, docs/assets/images/home.png, and that of shared links, card.png beside it.
 """
 
 import sys
@@ -34,6 +34,9 @@ def main():
                         home.parent.mkdir(parents=True, exist_ok=True)
                         page.screenshot(path=home)
                 context.close()
+        page = browser.new_page(viewport={"width": 1200, "height": 630})
+        page.goto((ROOT / "tests/site/card.html").as_uri())
+        page.screenshot(path=home.with_name("card.png"))
         browser.close()
 
 

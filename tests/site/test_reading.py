@@ -1,0 +1,88 @@
+"""Reading: fonts, the length of lines, glossary terms, the printed page."""
+
+import re
+
+import pytest
+
+from tests.site.browser import pages
+
+ARTICLES = ["precision-alignment", "gradient-checkpointing", "cuda-graph"]
+
+# [characters that fit the longest line, start of the text] of every paragraph and list item with running text.
+LINES = """() => [...document.querySelectorAll(".md-content :is(p, li, dd, blockquote)")]
+  .filter(e => e.offsetParent && !e.closest("table, figure, .hf-prov, .md-typeset__table, .mermaid") && e.textContent.trim().length > 60)
+  .map(e => {
+    const range = document.createRange(); range.selectNodeContents(e);
+    const boxes = [...range.getClientRects()].filter(b => b.width);
+    const width = Math.max(...boxes.map(b => b.right)) - Math.min(...boxes.map(b => b.left));
+    return [width / parseFloat(getComputedStyle(e).fontSize), e.textContent.trim().slice(0, 30)];
+  })"""
+
+
+@pytest.mark.parametrize("name", pages())
+def test_length_of_lines(visit, name):
+    it = visit()
+    it.open(pages()[name])
+    found = it.page.evaluate(LINES)
+    assert [line for line in found if line[0] > 40.1] == []
+    if name in ARTICLES:
+        full = [characters for characters, _ in found if characters >= 34]
+        assert len(full) > len(found) / 2, "most paragraphs should use the measure of 34 to 40 characters"
+    style = it.page.locator(".md-content__inner > p:not([class])").first.evaluate(
+        "e => [getComputedStyle(e).lineHeight, getComputedStyle(e).fontSize, getComputedStyle(e).fontFamily, getComputedStyle(e).textAutospace]"
+    )
+    line, size = (float(value.removesuffix("px")) for value in style[:2])
+    assert 1.7 <= line / size <= 1.8 and size >= 15
+    assert style[2].startswith("system-ui") and "PingFang SC" in style[2] and style[3] == "normal"
+
+
+def test_no_web_font(visit):
+    it = visit()
+    for address in pages().values():
+        it.open(address)
+        assert it.page.evaluate("[...document.fonts].length") == 0
+        assert it.page.evaluate("performance.getEntriesByType('resource').filter(r => /[.](woff2?|ttf|otf)/.test(r.name)).length") == 0
+
+
+@pytest.mark.parametrize("name", ARTICLES)
+def test_terms_lead_to_their_explanation(visit, name):
+    it = visit()
+    it.open(pages()[name])
+    terms = it.page.locator("a.hf-term")
+    assert terms.count() >= 3
+    for href in set(terms.evaluate_all("all => all.map(a => a.href)")):
+        if not href.startswith(it.origin):
+            continue
+        it.open(href.removeprefix(f"{it.origin}/"))
+        assert it.page.evaluate("!location.hash || !!document.getElementById(location.hash.slice(1))"), href
+
+
+def test_a_term_explains_itself_at_the_keyboard(visit):
+    it = visit()
+    it.open("gradient-checkpointing/")
+    term = it.page.locator("a.hf-term").first
+    term.focus()
+    tooltip = it.page.locator(".md-tooltip2[role=tooltip]")
+    tooltip.wait_for(timeout=5_000)
+    assert "重算" in tooltip.inner_text()
+
+
+@pytest.mark.parametrize("name", ARTICLES)
+def test_printed_page(visit, name):
+    it = visit()
+    it.open(pages()[name])
+    page = it.page
+    page.emulate_media(media="print")
+    for frame in (".md-header", ".md-tabs", ".md-sidebar--secondary", ".md-footer", ".headerlink", ".md-top"):
+        assert page.locator(f"{frame}:visible").count() == 0, frame
+    hidden = page.locator(".tabbed-block").evaluate_all("all => all.filter(e => !e.closest('details:not([open])') && !e.offsetHeight).length")
+    assert hidden == 0
+    assert page.locator("details:not([open])").count() == 0
+    # On paper nothing scrolls: what does not fit is lost.
+    page.set_viewport_size({"width": 680, "height": 960})
+    lost = page.evaluate("""() => [...document.querySelectorAll(".md-content :is(pre, pre code, .hf-table, .md-typeset__scrollwrap, .hf-canvas)")]
+      .filter(e => e.offsetParent && e.scrollWidth > e.clientWidth + 2)
+      .map(e => `${e.tagName}.${e.className} ${e.scrollWidth} > ${e.clientWidth}: ${e.textContent.trim().slice(0, 40)}`)""")
+    assert lost == []
+    urls = page.locator(".md-content a[href^='https://github.com']").evaluate_all("all => all.map(a => getComputedStyle(a, '::after').content)")
+    assert urls and all("https://github.com" in url or re.search(r"attr\\(href\\)", url) for url in urls)
