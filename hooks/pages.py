@@ -57,6 +57,7 @@ def on_page_content(html, *, page, config, files):
     day = reading.updated(src_uri, reading.shown(html), _committed)
     if src_uri != glossary.PAGE:
         html = glossary.mark(html, _terms, address)
+    html = re.sub(r'<a (?=[^<>]*?href="https?://)', "<a data-external ", html)
     page.meta["minutes"] = minutes
     page.meta["updated"] = day
     if day:
