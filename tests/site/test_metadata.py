@@ -66,6 +66,25 @@ def test_sitemap(origin):
         assert shown is None and url == f"{origin}/" or shown[1] == day
 
 
+def test_feed(origin):
+    """Atom, with all that RFC 4287 demands, and the same dates as the pages; never the day of the build."""
+    home = fetch(f"{origin}/").decode()
+    assert '<link rel="alternate" type="application/atom+xml"' in home and 'href="feed.xml"' in home
+    space = {"a": "http://www.w3.org/2005/Atom"}
+    feed = ElementTree.fromstring(fetch(f"{origin}/feed.xml"))
+    assert feed.tag == "{http://www.w3.org/2005/Atom}feed" and feed.findtext("a:author/a:name", None, space)
+    assert feed.findtext("a:id", None, space) == f"{origin}/" and feed.findtext("a:title", None, space)
+    assert feed.find("a:link[@rel='self']", space).get("href") == f"{origin}/feed.xml"
+    entries = feed.findall("a:entry", space)
+    days = [entry.findtext("a:updated", None, space) for entry in entries]
+    assert days == sorted(days, reverse=True) and feed.findtext("a:updated", None, space) == days[0]
+    assert {entry.findtext("a:id", None, space) for entry in entries} == {f"{origin}/{a}" for a in pages().values() if a}
+    for entry, day in zip(entries, days, strict=True):
+        html = fetch(entry.find("a:link", space).get("href")).decode()
+        assert f'<time datetime="{day.removesuffix("T00:00:00Z")}">' in html
+        assert entry.findtext("a:summary", None, space) == metadata(html)["description"] and entry.findtext("a:title", None, space)
+
+
 def test_previous_and_next_run_through_all_pages(origin):
     seen, address = [], ""
     while address is not None and len(seen) < 20:
