@@ -14,7 +14,6 @@ through the prefill, and each text is decoded up to the last place of the cache.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -176,8 +175,6 @@ def measure(*, size: str, training: dict[str, Any], decoding: dict[str, Any]) ->
         log-probabilities' error, ours and transformers', their ratio, and how often the most probable token is another than in
         the wider dtype.
     """
-    if not torch.cuda.is_initialized():
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
     return {"training": compare_training(size, **training), "decoding": compare_decoding(size, **decoding)}
 
 

@@ -45,7 +45,7 @@ def _linear(
     # Everything is [rows, columns] from the first load on: from one dimension to two, values change threads and warps wait.
     cols = tl.arange(0, COLUMNS)[None, :]
     w_ptr += rows.to(tl.int64)[:, None] * WIDTH
-    u_ptr = w_ptr + n.to(tl.int64) * WIDTH  # gated: rows n .. 2n of the same matrix
+    u_ptr = w_ptr + tl.cast(n, tl.int64) * WIDTH  # gated: rows n .. 2n of the same matrix
     first = real[:, None] & (cols < WIDTH)
     w0 = tl.load(w_ptr + cols, mask=first, other=0.0, eviction_policy="evict_first")
     if GATED:

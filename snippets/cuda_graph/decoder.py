@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from snippets.cuda_graph import decode_kernels as kernels
-from snippets.cuda_graph.graphed import Graphed
+from snippets.cuda_graph.graphed import WARMUPS, Graphed
 from snippets.kernels import rms_norm, swiglu
 from snippets.kernels.common import processors
 
@@ -162,13 +162,14 @@ class Decoder:
 
     @contextlib.contextmanager
     def _untouched(self) -> Iterator[None]:
-        """What a warm-up changes is put back; the cache needs not be, for it is written before it is read."""
-        state = self.tokens.clone(), self.lengths.clone(), self.given.clone()
+        """What a warm-up changes is put back: it runs from length 0 and so writes the first places of the cache."""
+        changed = (self.tokens, self.lengths, self.given, self.keys[:, :, :, :WARMUPS], self.values[:, :, :, :WARMUPS])
+        state = [buffer.clone() for buffer in changed]
         self.lengths.zero_()
         try:
             yield
         finally:
-            for buffer, before in zip((self.tokens, self.lengths, self.given), state, strict=True):
+            for buffer, before in zip(changed, state, strict=True):
                 buffer.copy_(before)
 
     # --8<-- [start:generate]

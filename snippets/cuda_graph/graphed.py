@@ -17,6 +17,7 @@ caller, and each of which is an error here:
 
 from __future__ import annotations
 
+import gc
 import itertools
 import traceback
 from collections.abc import Callable, Sequence
@@ -36,6 +37,10 @@ class GraphError(RuntimeError):
     """The function cannot be captured as it is, or a call does not fit what was captured."""
 
 
+class CaptureFailed(GraphError):
+    """A capture broke off. Its memory is lost to the process and the random-number state may be broken: start a new process."""
+
+
 class _Operators(TorchDispatchMode):
     """Lists the operators that run, in order."""
 
@@ -49,6 +54,14 @@ class _Operators(TorchDispatchMode):
 
 
 # --8<-- [start:graphed]
+@dataclass
+class _Memory:
+    """What graphs share: a memory pool and the stream on which they are captured, made at the first capture."""
+
+    pool: tuple[int, int] | None = None
+    stream: torch.cuda.Stream | None = None
+
+
 @dataclass
 class _Captured:
     graph: torch.cuda.CUDAGraph
@@ -70,8 +83,8 @@ class Graphed:
             operators differ from run to run for a reason.
         share: another one, whose memory pool and stream this one uses too.
 
-    All graphs of one object, and of those that share, use one memory pool, so their outputs share memory too: read or copy an
-    output before the next call with any shape.
+    All graphs of one object, and of those that share, use one memory pool: the output of one may lie where another keeps what it
+    needs between its kernels. So read or copy an output before the next call with any shape.
     """
 
     def __init__(
@@ -79,30 +92,41 @@ class Graphed:
     ):
         self.function, self.restore, self.same_operators = function, restore or (lambda: None), same_operators
         self._captured: dict[Key, _Captured] = {}
-        self._pool, self._stream = (share._pool, share._stream) if share else (None, None)
+        self._memory = share._memory if share else _Memory()
 
     def capture(self, *example: Tensor) -> None:
         """Warm up and capture for inputs like these; their values are copied.
 
         Raises:
-            GraphError: no CUDA device, an input that is none of its tensors or needs a gradient, a function that waits for the
-                device or runs other operators under a capture, or a capture that failed.
+            GraphError: no CUDA device, inputs of several devices, an input that is none of its tensors or needs a gradient, a
+                function that waits for the device or runs other operators under a capture.
+            CaptureFailed: the capture itself broke off.
         """
         key = _key(example)
         if any(not t.is_cuda for t in example) or not torch.cuda.is_available():
             raise GraphError("a CUDA graph needs inputs on a CUDA device; move them there")
-        if self._stream is None:
-            self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
-        inputs = [t.detach().clone() for t in example]
+        if len(devices := {t.device for t in example}) > 1:
+            raise GraphError(f"the inputs are on {', '.join(sorted(map(str, devices)))}; a graph belongs to one device")
+        with torch.cuda.device(next(iter(devices), torch.cuda.current_device())):
+            self._capture(key, [t.detach().clone() for t in example])
+
+    def _capture(self, key: Key, inputs: list[Tensor]) -> None:
+        memory = self._memory
+        if memory.stream is None:
+            memory.stream, memory.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        # What an earlier backward left in reference cycles would tie this one to the stream it ran on, and holds memory.
+        gc.collect()
         warm = self._warm_up(inputs)
         graph = torch.cuda.CUDAGraph()
         captured = _Operators()
+        current = torch.cuda.current_stream()
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream), captured:
+            with torch.cuda.graph(graph, pool=memory.pool, stream=memory.stream), captured:
                 output = self.function(*inputs)
         except RuntimeError as error:
-            cause = str(error.__context__ or error).splitlines()[0]
-            raise GraphError(f"the capture failed: {cause}. Its memory is lost to this process; start a new one") from error
+            raise CaptureFailed(f"the capture failed: {first_cause(error)}. Its memory is lost to this process; start a new one") from error
+        finally:
+            torch.cuda.set_stream(current)  # torch leaves its own as the current one when the end of a capture fails
         self.restore()
         if self.same_operators:
             _compare(warm, captured.names)
@@ -110,27 +134,27 @@ class Graphed:
 
     def _warm_up(self, inputs: Sequence[Tensor]) -> list[str]:
         """Run on the capture's own stream, the last time with every wait an error; returns that run's operators."""
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            for _ in range(WARMUPS - 1):
-                self.function(*inputs)
-            before = torch.cuda.get_sync_debug_mode()
-            torch.cuda.set_sync_debug_mode("error")
-            try:
+        current, mode = torch.cuda.current_stream(), torch.cuda.get_sync_debug_mode()
+        self._memory.stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._memory.stream):
+                for _ in range(WARMUPS - 1):
+                    self.function(*inputs)
+                torch.cuda.set_sync_debug_mode("error")
                 with _Operators() as operators:
                     self.function(*inputs)
-            except RuntimeError as error:
-                if "synchroniz" not in str(error):
-                    raise
-                raise GraphError(
-                    f"the function waits for the device ({_place(error)}); nothing was captured. Keep the value on the device, or "
-                    'leave that part outside the graph; for masks of transformers give attention_mask={"full_attention": None}'
-                ) from error
-            finally:
-                torch.cuda.set_sync_debug_mode(before)
-        torch.cuda.current_stream().wait_stream(self._stream)
-        torch.cuda.synchronize()
-        self.restore()
+        except RuntimeError as error:
+            if "synchroniz" not in str(error):
+                raise
+            raise GraphError(
+                f"the function waits for the device ({_place(error)}); nothing was captured. Keep the value on the device, or "
+                'leave that part outside the graph; for masks of transformers give attention_mask={"full_attention": None}'
+            ) from error
+        finally:  # also after a fault: whoever catches it goes on with the memory that these runs still use
+            torch.cuda.set_sync_debug_mode(mode)
+            current.wait_stream(self._memory.stream)
+            torch.cuda.synchronize()
+            self.restore()
         return operators.names
 
     def __call__(self, *inputs: Tensor) -> Any:
@@ -162,6 +186,13 @@ def _key(tensors: Sequence[Tensor]) -> Key:
 
 def _said(key: Key) -> str:
     return ", ".join(f"{list(shape)} {str(dtype).removeprefix('torch.')} {device}" for shape, dtype, device in key)
+
+
+def first_cause(error: BaseException) -> str:
+    """Type and first line of what happened first: the end of a broken capture fails once more and says nothing of the cause."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
 
 
 def _place(error: BaseException) -> str:

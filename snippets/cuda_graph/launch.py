@@ -37,6 +37,10 @@ EXPERIMENT = {
 }  # fmt: skip
 
 
+# Some 30 ms, in which the host gets ahead, so that the device's own pace shows: longer than 500 launches take any host.
+SLEEP_CYCLES = 60_000_000
+
+
 @triton.jit
 def _one(x_ptr):
     tl.store(x_ptr, tl.load(x_ptr) + 1.0)
@@ -75,7 +79,7 @@ def _per_launch(run: Callable[[], Any], count: int, rounds: int) -> dict[str, fl
         if cuda:
             torch.cuda.synchronize()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(20_000_000)  # some 10 ms, in which the host gets ahead, so that the device's own pace shows
+            torch.cuda._sleep(SLEEP_CYCLES)
             start.record()
         before = time.perf_counter()
         run()
@@ -88,7 +92,11 @@ def _per_launch(run: Callable[[], Any], count: int, rounds: int) -> dict[str, fl
 
 
 def step(model: torch.nn.Module, rounds: int, window_us: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """transformers' decode step at batch 1: kernels, their time, the time from first to last, the host's; and the first µs of it."""
+    """transformers' decode step at batch 1: kernels, their time, a step's time, the host's; and the first µs of it.
+
+    The profiler delays every launch, so from it come only the kernels and their times, and the timeline's picture; a step's time
+    and the host's are taken without it.
+    """
     rows, timeline = [], []
     for way in ("eager", "graph"):
         hf = HFDecoder(model, 1, 512)
@@ -105,17 +113,20 @@ def step(model: torch.nn.Module, rounds: int, window_us: float) -> tuple[list[di
             before = time.perf_counter()
             hf.advance()
             host.append((time.perf_counter() - before) * 1e3)
+        wall = _steps(hf.advance, rounds)
         activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * torch.cuda.is_available()
-        _wait()
-        with torch.profiler.profile(activities=activities) as profile:
-            hf.advance()
+        for _ in range(2):  # the first starts the profiler up
             _wait()
+            with torch.profiler.profile(activities=activities) as profile:
+                hf.advance()
+                _wait()
         device, calls = events(profile)
+        if torch.cuda.is_available() and not device:
+            raise RuntimeError("the profiler saw no kernel: CUPTI cannot be used here (another profiler, or counters reserved for administrators)")
         first = min(e["start_us"] for e in device + calls)
         rows.append({
             "way": way, "kernels": len(device), "device_ms": sum(e["end_us"] - e["start_us"] for e in device) / 1e3,
-            "wall_ms": (max(e["end_us"] for e in device) - min(e["start_us"] for e in device)) / 1e3 if device else None,
-            "host_ms": statistics.median(host),
+            "wall_ms": wall, "host_ms": statistics.median(host),
         })  # fmt: skip
         for lane, found in (("host", calls), ("device", device)):
             timeline += [
@@ -123,6 +134,20 @@ def step(model: torch.nn.Module, rounds: int, window_us: float) -> tuple[list[di
                 for e in found if e["start_us"] - first < window_us
             ]  # fmt: skip
     return rows, timeline
+
+
+def _steps(advance: Callable[[], Any], rounds: int) -> float | None:
+    """Median time of a step among others, in ms."""
+    if not torch.cuda.is_available():
+        return None
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]
+    advance()
+    for mark in marks[:-1]:
+        mark.record()
+        advance()
+    marks[-1].record()
+    _wait()
+    return statistics.median(a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False))
 
 
 def events(profile: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -149,7 +174,7 @@ def measure(*, size: str, layers: int, count: int, rounds: int, window_us: float
 
     Returns:
         ``launches``: per kind and way the host's and the device's time for one launch in a row of ``count``. ``step``: kernels
-        of a decode step, the sum of their times, first start to last end, and the host's time to launch it. ``timeline``: what host and
+        of a decode step, the sum of their times, the time of a step in a row of them, and the host's time to launch one. ``timeline``: what host and
         device do in the first ``window_us`` of it.
     """
     progress("launches")

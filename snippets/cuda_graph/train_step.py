@@ -71,9 +71,10 @@ class TrainStep:
         return loss / self.micro_batches, norm
 
     def captured(self, ids: Tensor) -> Graphed:
-        """The step as a CUDA graph for inputs like ``ids``. Weights and optimizer state are afterwards what they were.
+        """The step as a CUDA graph for inputs like ``ids``; another shape takes another call. Weights and optimizer state stay.
 
-        The warm-up runs real steps, with a learning rate of 0, which leaves the weights' bits; the state is put back.
+        The warm-up runs real steps, with a learning rate of 0, which leaves the weights' bits; the state is put back, for which
+        it is held twice until this returns. A step that has not run yet has none to hold.
 
         Raises:
             GraphError: see ``Graphed.capture``.
@@ -91,5 +92,6 @@ class TrainStep:
             graph.capture(ids)
         finally:
             self.learning_rate.copy_(rate)
+        graph.restore = lambda: None  # it would hold the copy for as long as the graph lives
         return graph
 # --8<-- [end:step]

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from snippets import qwen3
-from snippets.cuda_graph import decode, decode_compiled, decode_compiled_long
+from snippets.cuda_graph import decode, decode_autotune, decode_compiled, decode_compiled_long
+from snippets.cuda_graph.graphed import CaptureFailed
 from snippets.cuda_graph.hf_decode import HFDecoder
 from snippets.measure import check_tables
 
@@ -59,6 +60,7 @@ def test_smoke():
     check_tables(decode.EXPERIMENT["tables"], tables)
     rows = {(r["batch"], r["path"]): r for r in tables["steps"]}
     assert "CUDA" in rows[3, "hf graph"]["failed"] and rows[3, "hf graph"]["median_ms"] is None
+    assert "CUDA" in rows[1, "ours graph"]["failed"]
     assert rows[1, "ours eager"]["median_ms"] > 0 and rows[1, "hf eager"]["failed"] == ""
 
 
@@ -67,7 +69,7 @@ def test_an_unknown_path(model):
         decode.prepared("theirs eager", model, 1, 2, 3)
 
 
-@pytest.mark.parametrize("module", [decode_compiled, decode_compiled_long], ids=lambda m: m.__name__.rsplit(".", 1)[-1])
+@pytest.mark.parametrize("module", [decode_autotune, decode_compiled, decode_compiled_long], ids=lambda m: m.__name__.rsplit(".", 1)[-1])
 def test_the_compiled_ladder(module):
     assert module.EXPERIMENT["tables"] == decode.EXPERIMENT["tables"]
     tables = module.measure(**module.EXPERIMENT["smoke"])
@@ -84,5 +86,28 @@ def test_a_compiled_path_is_visited_once_in_the_middle(monkeypatch):
 
 def test_every_context_and_batch_of_the_ladder_has_a_compiled_row():
     cases = {(b, c) for b, c, _ in decode.EXPERIMENT["full"]["cases"]}
-    compiled = {(b, c) for m in (decode_compiled, decode_compiled_long) for b, c, paths in m.EXPERIMENT["full"]["cases"] if any(map(decode.is_compiled, paths)) and "ours graph" in paths}
+    compiled = {(b, c) for m in (decode_autotune, decode_compiled, decode_compiled_long) for b, c, paths in m.EXPERIMENT["full"]["cases"] if any(map(decode.is_compiled, paths)) and "ours graph" in paths}
     assert compiled == cases
+
+
+def test_a_compiler_that_fails_is_a_row_and_another_path_a_fault(monkeypatch, model):
+    def raises(*_):
+        raise RuntimeError("wrapped") from OSError("no g++")
+
+    monkeypatch.setattr(decode, "prepared", raises)
+    assert decode.visit("hf max-autotune", model, 1, 2, 3) == {"failed": "RuntimeError: wrapped"}
+    with pytest.raises(RuntimeError, match="wrapped"):
+        decode.visit("hf eager", model, 1, 2, 3)
+
+
+def test_after_a_broken_capture_nothing_is_measured_and_what_was_is_kept(monkeypatch):
+    def visit(path, *_):
+        if path == "hf graph":
+            raise CaptureFailed("the capture failed: no")
+        return lambda: None, lambda: None
+
+    monkeypatch.setattr(decode, "prepared", visit)
+    cases = [[1, 6, ["hf eager", "hf graph", "ours eager"]], [2, 6, ["hf eager"]]]
+    rows = {(r["batch"], r["path"]): r for r in decode.measure(size="tiny", layers=1, tokens=3, cases=cases)["steps"]}
+    assert rows[1, "hf eager"]["median_ms"] is not None and rows[1, "hf graph"]["failed"] == "the capture failed: no"
+    assert all("broke off (1 × 6 hf graph)" in rows[key]["failed"] for key in ((1, "ours eager"), (2, "hf eager")))

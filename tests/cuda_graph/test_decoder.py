@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from snippets import qwen3
+from snippets.cuda_graph import graphed
 from snippets.cuda_graph.decoder import Decoder, joined
 
 PLACES = 16
@@ -79,6 +80,18 @@ def test_a_second_generation_sees_nothing_of_the_first(model):
     decoder.generate(prompts_of(10, 13, seed=2), 3)
     again = decoder.generate(prompts_of(9, 3), 4)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_a_warm_up_between_prefill_and_decode_leaves_no_trace(model):
+    """A capture warms up from length 0 and so writes the first places of a cache that may be in use."""
+    decoder = Decoder(model, batch=2, places=PLACES)
+    decoder.prefill(prompts_of(9, 3))
+    before = [t.clone() for t in (decoder.keys, decoder.values, decoder.tokens, decoder.lengths, decoder.given)]
+    with decoder._untouched():
+        for _ in range(graphed.WARMUPS):
+            decoder.step(2)
+    after = (decoder.keys, decoder.values, decoder.tokens, decoder.lengths, decoder.given)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 def test_stop(model):

@@ -35,6 +35,24 @@ def test_what_happens_in_the_process_becomes_the_row(monkeypatch):
     assert "修好后的写法报错：GraphError: worse" in pitfalls.row(pitfalls.CASES[0])["outcome"]
 
 
+@pytest.mark.parametrize(("wrong", "fixed", "ok"), [(5.0, 3.0, True), (3.0, 5.0, False), (3.0, 3.0, False), (None, 3.0, False)])
+def test_a_fix_without_an_expected_number_has_to_be_less(wrong, fixed, ok):
+    case = next(c for c in pitfalls.CASES if c.expected is None)
+    said = [{"value": v, "error": None if v else "RuntimeError: no", "warnings": []} for v in (wrong, fixed)]
+    assert pitfalls.judged(case, *said)["ok"] is ok
+
+
+def test_the_message_is_that_of_the_cause_and_the_last_one_stands_behind_it(monkeypatch):
+    def broken():
+        try:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        finally:
+            raise ValueError("due to a previous error")
+
+    monkeypatch.setattr(pitfalls, "shape_wrong", broken)
+    assert pitfalls.run("shape", "wrong")["error"] == "RuntimeError: operation not permitted when stream is capturing；最后报 ValueError: due to a previous error"
+
+
 def test_a_process_that_dies_is_a_row_too(monkeypatch):
     monkeypatch.setattr(pitfalls.sys, "executable", "/bin/false")
     assert "结束" in pitfalls.apart("shape", "wrong")["error"]

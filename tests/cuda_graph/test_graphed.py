@@ -48,6 +48,22 @@ def test_other_operators_are_found(monkeypatch):
         graphed._compare(operators(False, None), operators(True, None))
 
 
+def test_graphs_that_share_share_before_the_first_capture_too():
+    first = Graphed(double)
+    assert Graphed(double, share=first)._memory is first._memory
+
+
+def test_the_first_cause_of_a_broken_capture():
+    try:
+        try:
+            raise RuntimeError("not permitted\nwhen capturing")
+        finally:
+            raise ValueError("due to a previous error")
+    except ValueError as error:
+        assert graphed.first_cause(error) == "RuntimeError: not permitted"
+    assert graphed.first_cause(KeyError()) == "KeyError: no message"
+
+
 def test_a_shorter_capture_is_found():
     with pytest.raises(GraphError, match="operator 1 was b, then None"):
         graphed._compare(["a", "b"], ["a"])

@@ -1,12 +1,16 @@
 """What needs a device: captures, replays, buckets, log-probabilities in bf16."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from snippets import qwen3
-from snippets.cuda_graph import graphed
+from snippets.cuda_graph import buckets, decode, graphed, launch, linears, pitfalls, sweep, trees
 from snippets.cuda_graph.decoder import Decoder
 from snippets.cuda_graph.graphed import Graphed, GraphError
+from snippets.measure import check_tables
 
 pytestmark = pytest.mark.gpu
 
@@ -59,6 +63,38 @@ def test_transformers_other_branch_is_refused():
     torch.testing.assert_close(right(other), forward(other, {"full_attention": None}))
 
 
+@pytest.mark.parametrize("module", [buckets, decode, launch, linears, pitfalls, sweep, trees], ids=lambda m: m.__name__.rsplit(".", 1)[-1])
+def test_each_experiment_runs_small(module):
+    """All that only a device can do: a first run of minutes is no place to find a typing error."""
+    tables = module.measure(**module.EXPERIMENT["smoke"])
+    check_tables(module.EXPERIMENT["tables"], tables)
+    rows = [row for table in tables.values() for row in table]
+    assert rows and not [row for row in rows if row.get("failed") or row.get("ok") is False]
+
+
+BREAKS = """
+import torch
+from snippets.cuda_graph.graphed import CaptureFailed, Graphed
+
+x, stream = torch.ones(4, device="cuda"), torch.cuda.current_stream()
+
+def breaks(x):
+    if torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize()
+    return x * 2
+
+try:
+    Graphed(breaks, same_operators=False).capture(x)
+except CaptureFailed as error:
+    print(error, "| the stream is", "as before" if torch.cuda.current_stream() == stream else "another")
+"""
+
+
+def test_a_capture_that_breaks_leaves_the_stream_and_says_why():
+    run = subprocess.run([sys.executable, "-c", BREAKS], capture_output=True, text=True, timeout=120)  # it spoils its process
+    assert "not permitted when stream is capturing" in run.stdout and "the stream is as before" in run.stdout, run.stderr[-2000:]
+
+
 def test_what_the_warm_up_changed_is_put_back():
     total = torch.zeros((), device="cuda")
     add = Graphed(lambda x: total.add_(x.sum()), restore=total.zero_)
@@ -75,16 +111,14 @@ def test_graphs_give_the_tokens_of_the_eager_steps_in_every_bucket(pdl):
     eager = Decoder(net, batch=8, places=200, pdl=False)
     graphed = Decoder(net, batch=8, places=200, pdl=pdl)
     graphed.capture(1, 2, 4, 8)
-    for count in (1, 2, 3, 6):
+    for count in (1, 2, 4):  # as many as the bucket has room for: elsewhere another matrix product may order its sums otherwise
         want, got = eager.generate(prompts[:count], 32), graphed.generate(prompts[:count], 32)
-        # A larger bucket is a larger matrix product, whose sums may be ordered otherwise; there the texts may part at a tie.
-        agree = [bool(torch.equal(a, b)) for a, b in zip(want, got, strict=True)]
-        assert all(agree) if count in (1, 2) else sum(agree) >= count - 1
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
 
 
-@pytest.mark.parametrize("count", [1, 4, 8])
-def test_log_probabilities_on_a_gpu(count):
-    """Against fp32: no further from it than transformers' own bf16, times Gate 2's slack."""
+@pytest.mark.parametrize(("count", "bucket"), [(1, 1), (4, 4), (8, 8), (3, 4), (6, 8)])
+def test_log_probabilities_on_a_gpu(count, bucket):
+    """Against fp32: no further from it than transformers' own bf16, times Gate 2's slack; also where a bucket has rows too many."""
     places = 150
     net = qwen3.build(4, vocab_size=4096).eval()
     texts = torch.randint(0, 4096, (count, places + 1), device="cuda")
@@ -94,7 +128,7 @@ def test_log_probabilities_on_a_gpu(count):
         wide.load_state_dict(net.state_dict())
         true = wide(texts[:, :places], attention_mask={"full_attention": None}, use_cache=False).logits.log_softmax(-1)
     decoder = Decoder(net, batch=8, places=places)
-    decoder.capture(count)
+    decoder.capture(bucket)
     decoder.tokens[:count], decoder.given[:count] = texts, places + 1
     errors = []
     for i in range(places):
