@@ -170,6 +170,12 @@ def on_env(env, *, config, files):
     return env
 
 
+def on_post_build(*, config):
+    from hooks import publish
+
+    publish.publish(config.site_dir)
+
+
 def _damaged():
     """Complaints about experiments, records and claims, whether a page shows them or not.
 

@@ -358,17 +358,17 @@ def state_badges(record: Any) -> str:
     return out
 
 
-def provenance(record: Any, link: str) -> str:
+def provenance(record: Any, link: str, file: str) -> str:
     """The line under a result: where it comes from and how to repeat it.
 
     Args:
         record: a hooks.records.Record.
-        link: URL of reproduce.md's section for this experiment, relative to the page.
+        link, file: URLs, relative to the page, of reproduce.md's section for this experiment and of the record's file.
     """
     parts = [escape(f) for f in facts(record)] + [escape(seconds_text(record.seconds))]
     return (
         f'<p class="hf-prov" data-search-exclude>{" · ".join(parts)}{state_badges(record)} · '
-        f'<code>{escape(command(record.experiment))}</code> · <a href="{escape(link)}">复现</a></p>'
+        f'<code>{escape(command(record.experiment))}</code> · <a href="{escape(link)}">复现</a> · <a href="{escape(file)}">记录</a></p>'
     )
 
 

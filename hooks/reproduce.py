@@ -14,6 +14,7 @@ from typing import Any
 from hooks import claims as ledger
 from hooks import experiments, render, show
 
+PAGE = "reproduce.md"
 MARK = "<!-- records -->"  # where reproduce.md takes the generated part
 ROWS = 40  # of each table at most; a longer one names the record file that holds the rest
 
@@ -98,7 +99,7 @@ def _record(exp: Any, record: Any) -> str:
     parts += [f"驱动 {d['driver']}"] if d["driver"] else []
     versions = "，".join(f"{k} {v}" for k, v in record.versions.items() if v)
     state = "与当前代码不符，待重测" if record.stale else "与当前代码一致"
-    path = f"records/{d['slug']}/{record.experiment}.json"
+    path = record.path
     facts = {
         "设备": escape(f"{d['name']}（{'，'.join(parts)}）"),
         "版本": escape(versions),
@@ -106,7 +107,7 @@ def _record(exp: Any, record: Any) -> str:
         "时间": escape(f"{record.started:%Y-%m-%d %H:%M} UTC，用时 {render.seconds_text(record.seconds)}"),
         "设置": ("冒烟：" if record.mode == "smoke" else "完整：") + _settings(record.settings),
         "摘要": f"<code>{escape(record.digest[:19])}…</code> {state}",
-        "文件": f"<code>{escape(path)}</code>",
+        "文件": f'<a href="{escape(show.site_link(path, PAGE))}"><code>{escape(path)}</code></a>',
     }
     tables = ""
     for name, rows in record.tables.items():

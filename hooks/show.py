@@ -47,18 +47,22 @@ class ShowError(RenderError):
 
 
 def reproduce_link(experiment_id: str, src_uri: str = "") -> str:
-    """URL of an experiment's section in reproduce.md, relative to a page's URL.
+    """URL of an experiment's section in reproduce.md, relative to a page's URL. Arguments: see ``site_link``."""
+    if src_uri == "reproduce.md":
+        return f"#{experiment_id}"
+    return site_link(f"reproduce/#{experiment_id}", src_uri)
+
+
+def site_link(address: str, src_uri: str = "") -> str:
+    """URL of an address below the site's root (a record's path, say), relative to a page's URL.
 
     Args:
         src_uri: the page's path below docs/ ("" = a page at the top that is not index.md).
             Pages are directories (use_directory_urls), index.md is its directory itself.
     """
-    src_uri = src_uri or "page.md"
-    if src_uri == "reproduce.md":
-        return f"#{experiment_id}"
-    parts = src_uri.removesuffix(".md").split("/")
+    parts = (src_uri or "page.md").removesuffix(".md").split("/")
     depth = len(parts) - (parts[-1] in ("index", "README"))
-    return "../" * depth + f"reproduce/#{experiment_id}"
+    return "../" * depth + address
 
 
 def ordered(records: Mapping[str, Any]) -> list[Any]:
@@ -151,7 +155,8 @@ class Experiment:
             html = fragment(result) if callable(fragment) else fragment
             if not isinstance(html, str) or not html.strip() or render.EMPTY_MARK in html:
                 raise ShowError(f"{exp.id}: show() got {html!r:.60}, nothing to show; check the rows that the block selects")
-            panels.append((result.device, html + "\n" + render.provenance(result.record, link)))
+            file = site_link(result.record.path, page.get())
+            panels.append((result.device, html + "\n" + render.provenance(result.record, link, file)))
         return render.tabs(panels, _uid(exp.id, "tabs", [h for _, h in panels]))
 
     def table(

@@ -43,6 +43,10 @@ class FakeRecord:
     stale: bool = False
     tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
+    @property
+    def path(self):
+        return f"records/{self.device['slug']}/{self.experiment}.json"
+
 
 def record(slug="nvidia-h200", name="NVIDIA H200", **changes) -> FakeRecord:
     device = {"name": name, "slug": slug, "memory_gib": 139.8, "capability": "9.0", "sm_count": 132, "driver": "570.1"}

@@ -128,12 +128,13 @@ def test_output_survives_markdown():
 
 
 def test_provenance_says_device_versions_date_commit_time_command():
-    html = render.provenance(record(), "../reproduce/#kernels.bench")
+    html = render.provenance(record(), "../reproduce/#kernels.bench", "../records/nvidia-h200/kernels.bench.json")
     for part in ("NVIDIA H200", "torch 2.11.0", "triton 3.6.0", "transformers 5.17.0", "liger 0.8.5", "2026-11-30",
-                 "提交 012345678", "1 min 15 s", "python -m snippets.kernels.bench", 'href="../reproduce/#kernels.bench"'):  # fmt: skip
+                 "提交 012345678", "1 min 15 s", "python -m snippets.kernels.bench", 'href="../reproduce/#kernels.bench"',
+                 'href="../records/nvidia-h200/kernels.bench.json"'):  # fmt: skip
         assert part in html
     assert "hf-badge" not in html
-    flagged = render.provenance(record(stale=True, mode="smoke", dirty=True), "#")
+    flagged = render.provenance(record(stale=True, mode="smoke", dirty=True), "#", "#")
     assert [w for w in ("过期", "冒烟", "含未提交改动") if w in flagged] == ["过期", "冒烟", "含未提交改动"]
 
 
