@@ -45,7 +45,7 @@ EXPERIMENT = {
 }  # fmt: skip
 
 
-def capture(function, *, warm=3):
+def capture(function, *, warm=3, generators=()):
     """The usual recipe: a few runs on a side stream, then the capture. Returns the graph and what the function returned."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -54,6 +54,8 @@ def capture(function, *, warm=3):
             function()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
+    for generator in generators:
+        graph.register_generator_state(generator)
     with torch.cuda.graph(graph):
         out = function()
     return graph, out
@@ -221,21 +223,55 @@ def not_capturable_fixed():
 def generator_wrong():
     """Draws from a generator of its own, which the graph doesn't know."""
     own = torch.Generator(device="cuda")
-    graph, y = capture(lambda: torch.empty(1000, device="cuda").bernoulli_(0.5, generator=own))
+    graph, drawn = capture(lambda: torch.empty(1000, device="cuda").bernoulli_(0.5, generator=own))
     graph.replay()
-    first = y.clone()
+    first = drawn.clone()
     graph.replay()
-    return float(not torch.equal(first, y))
+    return float(not torch.equal(first, drawn))
 
 
 def generator_fixed():
-    """The default generator is known: at each replay it goes on, so dropout draws another mask every time."""
-    graph, y = capture(lambda: F.dropout(torch.ones(1000, device="cuda"), 0.5))
+    """Registers it. Then each replay goes on in its sequence, as it does in the default one's: dropout has another mask every time."""
+    own, ones = torch.Generator(device="cuda"), torch.ones(1000, device="cuda")
+    graph, (drawn, dropped) = capture(lambda: (torch.empty_like(ones).bernoulli_(0.5, generator=own), F.dropout(ones, 0.5)), generators=[own])
     graph.replay()
-    first = y.clone()
+    first = drawn.clone(), dropped.clone()
     graph.replay()
-    return float(not torch.equal(first, y))
+    return float(not torch.equal(first[0], drawn) and not torch.equal(first[1], dropped))
 # --8<-- [end:generator]
+
+
+def _loss_of_half(loss, labels, truth):
+    """Replays ``loss``, captured with all labels, with every other one taken out; 1 where that is what ``truth`` says then."""
+    graph, captured = capture(loss)
+    labels[::2] = -100
+    graph.replay()
+    return float(abs(captured.item() / truth().item() - 1) < 0.01)
+
+
+def _hidden_weight_labels():
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 128, generator=generator).to("cuda", torch.bfloat16).requires_grad_() for n in (64, 1024))
+    return hidden, weight, torch.randint(0, 1024, (64,), generator=generator).to("cuda")
+
+
+# --8<-- [start:liger_loss]
+def liger_loss_wrong():
+    """Liger's fused linear cross entropy reads the number of valid labels on the host."""
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    hidden, weight, labels = _hidden_weight_labels()
+    fused = LigerFusedLinearCrossEntropyLoss()
+    return _loss_of_half(lambda: fused(weight, hidden, labels), labels, lambda: F.cross_entropy((hidden @ weight.T).float(), labels))
+
+
+def liger_loss_fixed():
+    """This project's counts them on the device, so a replay counts again."""
+    from snippets.checkpointing.chunked_loss import head_backward
+
+    hidden, weight, labels = _hidden_weight_labels()
+    return _loss_of_half(lambda: head_backward(hidden, weight, labels)[0], labels, lambda: F.cross_entropy((hidden @ weight.T).float(), labels))
+# --8<-- [end:liger_loss]
 
 
 def _accumulated(model, *micro_batches):
@@ -437,6 +473,7 @@ CASES = (
     Case("new_constant", "区间里由 Python 数造张量", "报错", "四个 1 乘 3 之和", 12.0),
     Case("not_capturable", "AdamW 没有 capturable", "报错", "capture 成功", 1.0),
     Case("generator", "自带的随机数生成器", "报错", "两次回放的随机数不同", 1.0),
+    Case("liger_loss", "Liger 的 fused linear cross entropy", "报错", "标签去掉一半后 loss 对", 1.0),
     Case("autotune", "第一次调用就 capture，autotune 在其中", "报错", "1000 个 1 乘 2 之和", 2000.0),
     Case("static_pool", "删掉输出、清空缓存，显存不还", "静默", "仍占的显存（MiB）", 0.0),
     Case("failed_capture", "capture 失败之后", "静默", "仍占的显存（MiB）", 0.0),
