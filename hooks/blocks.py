@@ -34,7 +34,7 @@ import markdown_exec
 from pymdownx.snippets import SnippetPreprocessor, makeExtension
 from pymdownx.superfences import RE_NESTED_FENCE_START, RE_OPTIONS
 
-from hooks import runner
+from hooks import listings, runner
 from hooks.experiments import ExperimentError
 from hooks.records import RecordError
 from hooks.runner import RunError
@@ -167,9 +167,11 @@ def check_page(markdown: str, src_uri: str, snippets: dict[str, Any], placed: li
         last = len(lines) if end is None else end + 1
         closed[at:last] = [False] * (last - at)
         fault, id = _fence_fault(info, at + 1, end)
-        for i in range(at + 1, last):
-            if fault is None and _INCLUDE.match(_PREFIX.sub("", lines[i], count=1)):
-                fault = include.check(lines[i], i + 1, id)
+        includes = [i for i in range(at + 1, last) if _INCLUDE.match(_PREFIX.sub("", lines[i], count=1))]
+        for i in includes:
+            fault = fault or include.check(lines[i], i + 1, id)
+        if includes and not fault and not id:
+            fault, lines[at] = _listing(prefix, info, lines[at + 1 : end], at + 1)
         if fault:
             _page.blocks.pop(id, None)
             boxes.append((at, last, prefix, fault))
@@ -183,6 +185,21 @@ def check_page(markdown: str, src_uri: str, snippets: dict[str, Any], placed: li
     for first, last, prefix, fault in sorted(boxes, key=lambda box: box[0], reverse=True):
         lines[first:last] = _stand_in(fault, prefix)
     return "\n".join(lines)
+
+
+def _listing(prefix: str, info: str, inside: list[str], line: int) -> tuple[Fault | None, str]:
+    """(what is wrong with a fence that shows a file, its first line with the file's name as title)."""
+    if len(inside) != 1:
+        return report("a fence with an include holds other lines too, so it cannot name its file and lines",
+                      "leave the include alone in its fence, and give each include a fence of its own", line=line), ""  # fmt: skip
+    said, problem = listings.named(info, _target(inside[0]), _page.src_uri)
+    if problem:
+        return report(problem, line=line), ""
+    return None, prefix + said
+
+
+def _target(include: str) -> str:
+    return SnippetPreprocessor.RE_ALL_SNIPPETS.match(include.strip()).group("snippet")[1:-1].strip()
 
 
 def _stand_in(fault: Fault, prefix: str) -> list[str]:

@@ -1,4 +1,5 @@
-"""MkDocs hook: what every page has besides its text (a description, glossary terms, reading time, date).
+"""MkDocs hook: what every page has besides its text (a description, glossary terms, reading time, date),
+links from its listings to the files they show, and these files.
 
 It stands after hooks/plugin.py in mkdocs.yml, which makes the package importable.
 """
@@ -13,6 +14,7 @@ from mkdocs.exceptions import PluginError
 
 _terms: list = []
 _committed: dict[str, str] = {}
+_site: dict = {}
 
 
 def on_pre_build(*, config):
@@ -39,7 +41,7 @@ def on_page_markdown(markdown, *, page, config, files):
 
 
 def on_page_content(html, *, page, config, files):
-    from hooks import glossary, links, reading
+    from hooks import glossary, links, listings, reading
 
     src_uri = page.file.src_uri
 
@@ -53,6 +55,7 @@ def on_page_content(html, *, page, config, files):
             file, anchor = files.get_file_from_path(glossary.PAGE), term.id
         return file.url_relative_to(page.file) + (f"#{anchor}" if anchor else "")
 
+    html = listings.finish(html, page.url)  # before glossary terms are marked, which may occur in names of files
     minutes = reading.minutes(html)
     day = reading.updated(src_uri, reading.shown(html), _committed)
     if src_uri != glossary.PAGE:
@@ -67,3 +70,18 @@ def on_page_content(html, *, page, config, files):
     facts = [f"约 {minutes} 分钟"] + ([f'更新于 <time datetime="{escape(day)}">{escape(day)}</time>'] if day else [])
     line = f'<p class="page-facts" data-search-exclude>{" · ".join(facts)}</p>'
     return re.sub(r"</h1>", lambda end: f"{end[0]}\n{line}", html, count=1)
+
+
+def on_env(env, *, config, files):
+    _site.update(env=env, files=files)
+
+
+def on_nav(nav, *, config, files):
+    _site["nav"] = nav
+
+
+def on_post_build(*, config):
+    from hooks import listings
+
+    listings.publish(**_site, config=config)
+    _site.clear()

@@ -13,25 +13,20 @@ data as a folded table and as CSV.
 from __future__ import annotations
 
 import csv
-import hashlib
 import importlib.metadata
 import io
 import json
 import math
-import os
 import re
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from html import escape, unescape
 from typing import Any
 from urllib.parse import quote
 
-import hooks
-from hooks import render
+from hooks import cache, render
 from hooks.render import RenderError, Row
 
-CACHE = ".cache/plots"  # below the project's root
 CLEANER = 2  # raise it when ``clean`` changes, so that cached drawings are made anew
 ROLES = ("compute", "fail", "pass", "memory", "warning", "decision", "input")  # series colours, in order
 DASHES = ([1, 0], [7, 3], [2, 2], [9, 3, 2, 3], [4, 4], [12, 3], [1, 3])  # so that no series is told by colour alone
@@ -492,27 +487,16 @@ def svg(spec: Mapping[str, Any]) -> str:
         RenderError: vl-convert refuses the spec.
     """
     text = json.dumps(spec, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
-    key = hashlib.sha256(f"{CLEANER}\n{_converter()}\n{text}".encode()).hexdigest()[:32]
-    folder = hooks.root() / CACHE
-    path = folder / f"{key}.svg"
-    try:
-        held = path.read_text(encoding="utf-8")
-        if held.startswith("<svg") and held.endswith("</svg>"):  # anything else is a damaged file: draw again
-            return held
-    except (OSError, UnicodeDecodeError):
-        pass
-    import vl_convert  # here: a warm build must not pay for it
 
-    try:
-        drawn = clean(vl_convert.vegalite_to_svg(text, allowed_base_urls=[]).strip())
-    except ValueError as error:
-        raise RenderError(f"vl-convert refuses the plot: {str(error).splitlines()[0]}") from error
-    folder.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=folder, suffix=".part")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(drawn)
-    os.replace(temporary, path)  # readers see a whole file or none
-    return drawn
+    def make() -> str:
+        import vl_convert  # here: a warm build must not pay for it
+
+        try:
+            return clean(vl_convert.vegalite_to_svg(text, allowed_base_urls=[]).strip())
+        except ValueError as error:
+            raise RenderError(f"vl-convert refuses the plot: {str(error).splitlines()[0]}") from error
+
+    return cache.kept("plots", f"{CLEANER}\n{_converter()}\n{text}", make, lambda held: held.startswith("<svg") and held.endswith("</svg>"))
 
 
 _MARK = re.compile(r"<(path|rect|circle)\b([^>]*?)/>")

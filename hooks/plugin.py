@@ -73,9 +73,10 @@ def _after_plugins(config):
     global _claims_shown
     _claims_shown = False
     _reload_edited()
-    from hooks import blocks, experiments, runner
+    from hooks import blocks, experiments, listings, runner
 
     blocks.reset()
+    listings.reset()
     runner.reset()
     experiments.notice_files()
     blocks.guard(config)

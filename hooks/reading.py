@@ -13,7 +13,7 @@ from hooks import experiments, prose, records, runner
 
 PER_MINUTE = {"characters": 400, "words": 200}  # Chinese characters; Latin words and numbers
 _TAGS = {"code", "pre", "script", "style", "svg", "table"}
-_CLASSES = {"headerlink", "hf-data", "hf-legend", "hf-prov"}
+_CLASSES = {"filename", "headerlink", "hf-data", "hf-legend", "hf-more", "hf-prov"}
 _CHINESE = re.compile(r"[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]")
 _WORD = re.compile(r"[A-Za-z0-9]+(?:[.,'’_-][A-Za-z0-9]+)*")
 _RECORD = re.compile(r'"(?:\.\./)*(?:reproduce/)?#([a-z][a-z0-9_]*(?:\.[a-z0-9_]+)*)"')

@@ -300,10 +300,20 @@ def width(text: str) -> int:
 
 
 def output(lines: Iterable[Any]) -> str:
-    """Program output, preformatted and escaped."""
+    """Program output, preformatted and escaped. It is nothing to run, so it has no copy button."""
     text = "\n".join("" if line is None else str(line) for line in lines)
     # A keyboard user must be able to scroll long lines, hence tabindex.
-    return f'<pre class="hf-output" tabindex="0"><code>{_keep_lines(escape(text))}</code></pre>'
+    return f'<pre class="hf-output no-copy" tabindex="0"><code>{_keep_lines(escape(text))}</code></pre>'
+
+
+def code(text: str, language: str = "python") -> str:
+    """Code to copy, as the pages' fences look."""
+    from pygments import highlight  # here: most builds need it for nothing else
+    from pygments.formatters import HtmlFormatter
+    from pygments.lexers import get_lexer_by_name
+
+    html = highlight(text, get_lexer_by_name(language), HtmlFormatter(nowrap=True)).rstrip("\n")
+    return f'<div class="language-{escape(language)} highlight"><pre><code>{_keep_lines(html)}\n</code></pre></div>'
 
 
 def _keep_lines(text: str) -> str:
@@ -378,7 +388,7 @@ def missing(experiment: str, title: str, needs: str, memory_gib: float, minutes:
     return (
         f'<div class="hf-box hf-box-missing" role="note"><p>{badge("未测量", "warning")} '
         f"<strong>{escape(title)}</strong> 还没有记录。需要{where}、{memory_gib:g} GiB 内存、约 {minutes:g} 分钟：</p>"
-        f'<pre class="hf-output" tabindex="0"><code>{escape(command(experiment))}</code></pre>'
+        f"{code(command(experiment), 'bash')}"
         f'<p><a href="{escape(link)}">{escape(experiment)} 的设置与说明</a></p></div>'
     )
 

@@ -81,8 +81,8 @@ def section(exp: Any, records: Mapping[str, Any]) -> str:
             "时长": f"约 {exp.minutes:g} 分钟",
             "完整设置": _settings(exp.full),
         }),
-        f'<pre class="hf-output" tabindex="0"><code>{escape(render.command(exp.id))}\n'
-        f"make refresh ONLY={escape(exp.id)}</code></pre>",
+        render.code(render.command(exp.id), "bash"),  # one to a block: whoever copies wants one of the two
+        render.code(f"make refresh ONLY={exp.id}", "bash"),
     ]  # fmt: skip
     if not records:
         out.append(f'<p>{render.badge("未测量", "warning")} 还没有任何设备的记录。</p>')
