@@ -137,7 +137,7 @@ def test_a_sound_site_builds(root, flags):
     records.store(small_project.record())
     inner = fence(options='exec="1" html="1" id="b2"').replace("\n", "\n    ")
     example = "````markdown\n```python exec=1 id=example\n```\n````"
-    include = '```python title="helper.py"\n--8<-- "snippets/demo/helper.py"\n```'
+    include = '```python title="snippets/demo/helper.py"\n--8<-- "snippets/demo/helper.py"\n```'
     (root / "docs/index.md").write_text(
         f"---\ntitle: x\n---\n\n# Page\n\n{BLOCK}\n\n- item\n\n    {inner}\n\n{example}\n\n{include}\n\n"
         "Inline ```python exec=1``` code, `--8<-- \"none\"` too.\n\n;--8<-- \"shown\"\n\n```python\nprint('--8<--')\n```\n\n"
