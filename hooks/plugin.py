@@ -159,6 +159,7 @@ def on_env(env, *, config, files):
     for complaint in _damaged():
         if complaint not in said:
             general.append(blocks.report(complaint, page=""))
+    _fill_uses(files)
     if not blocks.faults():
         return env
     if not _serving:
@@ -169,6 +170,17 @@ def on_env(env, *, config, files):
             file.page.content = boxes + file.page.content
     print(f"\nERROR: {blocks.summary()}\n", file=sys.stderr, flush=True)
     return env
+
+
+def _fill_uses(files):
+    """All pages stand now: reproduce.md can say where each experiment's results are shown."""
+    from hooks import reproduce, uses
+
+    pages = [file.page for file in files.documentation_pages() if file.page is not None and file.page.content is not None]
+    for page in pages:
+        if page.file.src_uri == reproduce.PAGE:
+            others = [(p.file.src_uri, str(p.title), p.content) for p in pages if p is not page]
+            page.content = uses.fill(page.content, uses.find(others))
 
 
 def on_post_build(*, config):

@@ -12,10 +12,12 @@ from html import escape
 from typing import Any
 
 from hooks import claims as ledger
-from hooks import experiments, render, show
+from hooks import experiments, inline, render, show
 
 PAGE = "reproduce.md"
 MARK = "<!-- records -->"  # where reproduce.md takes the generated part
+STALE = "过期"
+STATUS = {ledger.HOLDS: "holds", ledger.FAILS: "fails", ledger.UNMEASURED: "unmeasured", STALE: "stale"}  # as in the query of a filtered view
 ROWS = 40  # of each table at most; a longer one names the record file that holds the rest
 
 
@@ -35,8 +37,9 @@ def body(load: Callable[[str], dict[str, Any]] | None = None) -> str:
     found = experiments.all()
     loaded = {id: load(id) for id in found}
     states = [state for claim in ledger.load() for state in ledger.states(claim, loaded.__getitem__)]
-    parts = [overview(found, loaded)]
-    parts += [section(exp, loaded[id]) for id, exp in found.items()]
+    over = {id: [s for s in states if id in inline.experiments_in(s.claim.expr)] for id in found}
+    parts = [form(), overview(found, loaded, over)]
+    parts += [section(exp, loaded[id], over[id]) for id, exp in found.items()]
     parts += ["## 论断 { #claims }", claims(states)]
     # Settings and data may hold "[[", which hooks.inline would take for an expression.
     return "\n\n".join(parts).replace("[[", "&#91;[") + "\n"
@@ -47,7 +50,28 @@ def expand(markdown: str, load: Callable[[str], dict[str, Any]] | None = None) -
     return markdown.replace(MARK, body(load)) if MARK in markdown else markdown
 
 
-def overview(found: Mapping[str, Any], loaded: Mapping[str, Mapping[str, Any]]) -> str:
+def form() -> str:
+    """The filter. records.js shows it and makes it work; without a script the whole page is there to read."""
+    chips = "".join(
+        f'<label><input type="checkbox" name="status" value="{value}"> {word}</label>' for word, value in STATUS.items()
+    )
+    return (
+        '<form class="hf-find" role="search" aria-label="筛选实验与论断" hidden data-search-exclude>'
+        '<label for="hf-find">筛选</label><input id="hf-find" type="search" name="find" autocomplete="off" '
+        'placeholder="数字、实验、表、设备或论断">'
+        f"<fieldset><legend>状态</legend>{chips}</fieldset>"
+        '<button type="reset">清除</button><output for="hf-find" aria-live="polite"></output></form>'
+    )
+
+
+def status(records: Mapping[str, Any], states: Sequence[ledger.State]) -> str:
+    """An experiment's states as the filter's values, separated by spaces."""
+    words = {s.state for s in states} | ({ledger.UNMEASURED} if not any(r.mode == "full" for r in records.values()) else set())
+    words |= {STALE} if any(r.stale for r in records.values()) else set()
+    return " ".join(value for word, value in STATUS.items() if word in words)
+
+
+def overview(found: Mapping[str, Any], loaded: Mapping[str, Mapping[str, Any]], over: Mapping[str, Sequence[ledger.State]]) -> str:
     """One line per experiment: needs, cost, and the state of its records."""
     rows = []
     for id, exp in found.items():
@@ -59,10 +83,11 @@ def overview(found: Mapping[str, Any], loaded: Mapping[str, Mapping[str, Any]]) 
         )  # fmt: skip
         names = "、".join(r.device["name"] for r in show.ordered(loaded[id])) if records else "—"
         rows.append({"id": id, "title": exp.title, "needs": f"{exp.needs}, {exp.memory_gib:g} GiB", "min": exp.minutes,
-                     "device": names, "state": state})  # fmt: skip
+                     "device": names, "state": state, "claims": _counts(over[id]) or "—"})  # fmt: skip
     if not rows:
         return "还没有实验。"
-    columns = {"id": "实验", "title": "内容", "needs": "需要", "min": ("约", "g", "分钟"), "device": "记录", "state": "状态"}
+    columns = {"id": "实验", "title": "内容", "needs": "需要", "min": ("约", "g", "分钟"), "device": "记录", "state": "状态",
+               "claims": "论断"}  # fmt: skip
     html = render.table(rows, columns, caption="全部实验")
     for row in rows:  # the id leads to its section
         cell = f'<th scope="row">{escape(row["id"])}</th>'
@@ -70,11 +95,16 @@ def overview(found: Mapping[str, Any], loaded: Mapping[str, Mapping[str, Any]]) 
     return html
 
 
-def section(exp: Any, records: Mapping[str, Any]) -> str:
+def _counts(states: Sequence[ledger.State]) -> str:
+    count = {w: sum(s.state == w for s in states) for w in (ledger.HOLDS, ledger.FAILS, ledger.UNMEASURED)}
+    return "，".join(f"{word} {n}" for word, n in count.items() if n)
+
+
+def section(exp: Any, records: Mapping[str, Any], states: Sequence[ledger.State] = ()) -> str:
     """One experiment: what it is, how to run it, and each device's record, folded."""
     needs = "CUDA GPU" if exp.needs == "cuda" else "CPU"
     out = [
-        f"## {_plain(exp.title)} {{ #{exp.id} }}",
+        f'## {_plain(exp.title)} {{ #{exp.id} .hf-exp data-status="{status(records, states)}" }}',
         _facts({
             "实验": f"<code>{escape(exp.id)}</code>",
             "需要": f"{needs}，{exp.memory_gib:g} GiB",
@@ -88,6 +118,13 @@ def section(exp: Any, records: Mapping[str, Any]) -> str:
         out.append(f'<p>{render.badge("未测量", "warning")} 还没有任何设备的记录。</p>')
     for record in sorted(records.values(), key=lambda r: (r.device["slug"] == "cpu", r.device["slug"])):
         out.append(_record(exp, record))
+    if states:
+        lines = "".join(
+            f"<li>{render.badge(s.state, render.VERDICTS[s.state][0])} {escape(s.claim.text)}：{_value(s)}（接受 {escape(s.claim.band)}"
+            f"{'，' + escape(s.device) if s.device else ''}）</li>" for s in states
+        )
+        out.append(f"<p><strong>论断</strong></p><ul>{lines}</ul>")
+    out.append(f'<p><strong>用在</strong></p>\n<ul data-uses="{exp.id}"></ul>')
     return "\n\n".join(out)
 
 
@@ -122,6 +159,10 @@ def _record(exp: Any, record: Any) -> str:
     )
 
 
+def _value(state: ledger.State) -> str:
+    return "—" if state.value is None else f"{state.value:.4g}" + (f"（{state.weak}）" if state.weak else "")
+
+
 def _facts(items: Mapping[str, str]) -> str:
     return '<dl class="hf-facts">' + "".join(f"<div><dt>{k}</dt><dd>{v}</dd></div>" for k, v in items.items()) + "</dl>"
 
@@ -141,10 +182,9 @@ def claims(states: Sequence[ledger.State]) -> str:
         return "账本里还没有论断。"
     rows = []
     for s in states:
-        value = "—" if s.value is None else f"{s.value:.4g}" + (f"（{s.weak}）" if s.weak else "")
         text = s.claim.text + (f"（已知不成立：{s.claim.known}）" if s.claim.known and s.state == ledger.FAILS else "")
         rows.append({"text": text, "page": s.claim.page, "source": s.claim.source, "accept": s.claim.band,
-                     "device": s.device or "—", "value": value, "state": s.state})  # fmt: skip
+                     "device": s.device or "—", "value": _value(s), "state": s.state})  # fmt: skip
     count = {w: sum(s.state == w for s in states) for w in (ledger.HOLDS, ledger.FAILS, ledger.UNMEASURED)}
     columns = {"text": "论断", "state": "状态", "value": "测得", "accept": "接受范围", "device": "设备", "page": "页面", "source": "出处"}
     html = render.table(rows, columns, caption="论断与测量：" + "，".join(f"{k} {v}" for k, v in count.items()))

@@ -27,7 +27,7 @@ def page(*records):
 
 def test_every_experiment_has_a_section_with_its_id(root):
     html = markdown.markdown(page(record()), extensions=["attr_list", "toc"])
-    heading = re.search(r'<h2 id="kernels.bench">(.*?)</h2>', html).group(1)
+    heading = re.search(r'<h2 class="hf-exp" data-status="" id="kernels.bench">(.*?)</h2>', html).group(1)
     assert "<" not in heading and unescape(heading) == "算子带宽 <A>"
     assert '<a href="#kernels.bench">' in html  # the overview leads there
     ids = re.findall(r'\bid="([^"]+)"', html)
@@ -60,7 +60,7 @@ def test_claims_are_listed_with_their_state(root):
     assert "✓</span> 成立" in html and "✗</span> 不成立" in html and "0.942" in html and "≥ 0.9" in html
     assert 'href="../precision-alignment/"' in html and 'href="https://e.org/?a=1&amp;b=2"' in html
     assert "未测 1" not in html and "成立 1，不成立 1，未测 0" in html
-    assert page().count("!</span> 未测<") == 2
+    assert page().count("!</span> 未测<") == 4  # two claims: in the ledger and in the experiment's section
 
 
 def test_the_page_survives_markdown_unchanged(root):
@@ -82,3 +82,10 @@ def test_the_mark_is_replaced_and_other_pages_are_left_alone(root):
     load = lambda id: {}  # noqa: E731
     assert reproduce.expand(f"a\n\n{reproduce.MARK}\n", load) == f"a\n\n{reproduce.body(load)}\n"
     assert reproduce.expand("a\n", load) == "a\n"
+
+
+def test_the_filter_s_states_of_an_experiment(root):
+    assert 'data-status="unmeasured"' in page() and 'data-status="stale"' in page(record(stale=True))
+    assert 'data-status="unmeasured"' in page(record(mode="smoke"))
+    (root / "claims.yml").write_text(yaml.safe_dump([GOOD, GOOD | {"id": "b", "accept": [None, 0.5]}]))
+    assert 'data-status="holds fails"' in page(record())
