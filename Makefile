@@ -37,7 +37,7 @@ mv "$$new/site" site
 echo "站点已生成：site/index.html"
 endef
 
-.PHONY: help serve site test check refresh screenshots chromium clean
+.PHONY: help serve site test check refresh diagrams screenshots chromium clean
 
 help: ## 列出全部命令
 	@grep -hE '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
@@ -51,7 +51,7 @@ site: $(call stamp,site) ## 用已有记录严格构建到 site/；失败时保�
 test: $(call stamp,test) chromium ## 安装测试所需并运行全部测试
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest $(PYTEST_ARGS)
 
-check: $(call stamp,site) ## 列出过期、缺失和冒烟记录，有则返回非零
+check: $(call stamp,site) ## 列出过期、缺失和冒烟的记录与没画的图，有则返回非零
 	@$(PY) -m hooks.check
 
 # REFRESH: a list of experiment ids or globs, "stale", or "all".
@@ -60,6 +60,9 @@ refresh: export SMOKE := $(SMOKE)
 refresh: $(call stamp,full) ## 重新测量并构建：ONLY=编号,通配 或 STALE=1；SMOKE=1 用小参数
 	@$(if $(and $(ONLY),$(STALE)),echo "ONLY 与 STALE 只能给一个" >&2; exit 2)
 	$(build)
+
+diagrams: $(call stamp,test) chromium ## 把新的和改过的图画成 SVG，存入 diagrams/；删去不再用的
+	@$(PY) -m hooks.draw
 
 screenshots: $(call stamp,test) chromium site ## 截取各页：桌面与手机、浅色与深色，存入 screenshots/
 	@$(PY) -m tests.site.screenshots

@@ -2,7 +2,8 @@
 
 Prints one line per experiment and device, then what stands in the way. Exit status 1 if any record
 is stale, smoke or unusable, if an experiment has a current full record on no device, if a
-file below records/ belongs to nothing, or if a claim fails and claims.yml gives no reason. Differences between a record's versions and
+file below records/ belongs to nothing, if a claim fails and claims.yml gives no reason, or if a
+diagram is not drawn. Differences between a record's versions and
 requirements.txt are information: numbers of another torch are still what they say they are.
 """
 
@@ -14,7 +15,7 @@ import sys
 import unicodedata
 
 import hooks
-from hooks import claims, experiments, records
+from hooks import claims, diagrams, experiments, records
 
 _NOTED = ("torch", "triton", "transformers", "liger-kernel")
 
@@ -101,6 +102,18 @@ def claim_notes() -> tuple[list[str], list[str]]:
     return known, unexplained
 
 
+def diagram_notes() -> list[str]:
+    """Diagrams that a reader's browser has to draw, and drawings that no page shows."""
+    try:
+        found = diagrams.collect()
+    except diagrams.DiagramError as error:
+        return [f"diagrams: {error}"]
+    return [
+        f"diagram at {d.where}: new or changed, and not drawn; every reader loads Mermaid (3.5 MB) for it\n    make diagrams"
+        for d in diagrams.undrawn(found)
+    ] + [f"{path.relative_to(hooks.root())}: no page shows this diagram\n    make diagrams" for path in diagrams.orphans(found)]
+
+
 def _width(text: str) -> int:
     return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
 
@@ -122,6 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         found, strays, notes = states(), records.strays(), version_notes()
         known, unexplained = claim_notes()
+        undrawn = diagram_notes()
     except (experiments.ExperimentError, claims.ClaimError) as error:
         print(f"check: {error}", file=sys.stderr)
         return 1
@@ -131,11 +145,11 @@ def main(arguments: list[str] | None = None) -> int:
     bad = [row for row in found if row[2] not in ("ok", "-")]
     if notes or known:
         print("\nNote:\n" + "\n".join(f"  {note}" for note in notes + known))
-    if not bad and not strays and not unexplained:
-        print(f"\nAll {len({row[0] for row in found})} experiments have current full records.")
+    if not bad and not strays and not unexplained and not undrawn:
+        print(f"\nAll {len({row[0] for row in found})} experiments have current full records, and all diagrams are drawn.")
         return 0
     print("\nIn the way of a release:")
-    for complaint in [row[3] for row in bad if row[2] == "unreadable"] + strays + unexplained:
+    for complaint in [row[3] for row in bad if row[2] == "unreadable"] + strays + unexplained + undrawn:
         print(f"  {complaint}")
     for state in sorted({row[2] for row in bad} - {"unreadable"}):
         ids = sorted({row[0] for row in bad if row[2] == state})

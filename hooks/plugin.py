@@ -19,7 +19,7 @@ if str(_PARENT) not in sys.path:
 
 import hooks  # noqa: E402 - needs the line above
 
-_WATCHED = ("snippets", "records", "hooks", "claims.yml")
+_WATCHED = ("snippets", "records", "diagrams", "hooks", "claims.yml")
 _serving = False
 _stamp: float | None = None
 _claims_shown = False
@@ -73,9 +73,10 @@ def _after_plugins(config):
     global _claims_shown
     _claims_shown = False
     _reload_edited()
-    from hooks import blocks, experiments, listings, runner
+    from hooks import blocks, diagrams, experiments, listings, runner
 
     blocks.reset()
+    diagrams.reset()
     listings.reset()
     runner.reset()
     experiments.notice_files()
@@ -145,9 +146,9 @@ def on_page_markdown(markdown, *, page, config, files):
 
 
 def on_page_content(html, *, page, config, files):
-    from hooks import blocks
+    from hooks import blocks, diagrams
 
-    return blocks.finish_page(html)
+    return blocks.finish_page(diagrams.place(html, page.file.src_uri, page.file.content_string))
 
 
 @event_priority(100)  # before any plugin writes an asset into the site

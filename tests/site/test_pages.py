@@ -39,14 +39,6 @@ def test_page(visit, name, width, scheme):
     for id, text in headings:
         assert re.fullmatch(r"[A-Za-z][A-Za-z0-9._-]*", id) and not re.search(r"_\d+$", id), f"heading {text!r} has the id {id!r}"
 
-    for diagram in page.locator("div.mermaid").all():
-        drawn = diagram.evaluate("""d => {
-          const svg = d.shadowRoot.querySelector("svg"), box = svg.getBoundingClientRect();
-          return { width: box.width, height: box.height, text: svg.textContent, title: !!svg.querySelector(":scope > title") };
-        }""")
-        assert drawn["width"] > 100 and drawn["height"] > 50 and "Syntax error" not in drawn["text"], drawn
-        assert drawn["title"], "a diagram needs accTitle and accDescr"
-
 
 def test_not_found_page(visit):
     it = visit()
@@ -91,42 +83,6 @@ def palette():
 
 def rgb(colour):
     return "rgb({}, {}, {})".format(*(int(colour[i : i + 2], 16) for i in (1, 3, 5)))
-
-
-FILLS = """roles => Object.fromEntries(roles.map(role => {
-  for (const diagram of document.querySelectorAll("div.mermaid")) {
-    const shape = diagram.shadowRoot.querySelector(`.node.${role} > :is(rect, polygon, path, circle, .label-container)`);
-    if (shape) { const style = getComputedStyle(shape); return [role, [style.fill, style.stroke]]; }
-  }
-  return [role, null];
-}))"""
-
-
-def test_diagram_colours_follow_the_toggle(visit):
-    it = visit()
-    it.open("reproduce/")
-    roles = ["input", "compute", "memory", "decision", "pass", "fail", "warning"]
-
-    def expected(scheme):
-        colours = palette()[scheme]
-        return {role: [rgb(colours[f"hf-{role}-fill"]), rgb(colours[f"hf-{role}-stroke"])] for role in roles}
-
-    assert it.page.evaluate(FILLS, roles) == expected("default")
-    it.page.locator("form.md-header__option label:visible").click()
-    it.page.wait_for_function("document.body.dataset.mdColorScheme === 'slate'")
-    assert it.page.evaluate(FILLS, roles) == expected("slate")
-
-
-def test_instant_navigation_draws_diagrams(visit):
-    it = visit()
-    it.open("")
-    assert it.page.evaluate("performance.getEntriesByType('resource').filter(r => r.name.includes('mermaid')).length") == 0
-    it.page.evaluate("window.kept = true")
-    it.page.locator(".md-tabs a", has_text="复现与记录").click()
-    it.page.wait_for_url("**/reproduce/")
-    it.page.locator("div.mermaid").first.wait_for(timeout=20_000)
-    it.settle()
-    assert it.page.evaluate("window.kept") is True, "the page was loaded anew, so instant navigation is off"
 
 
 def luminance(colour):

@@ -8,7 +8,7 @@ ARTICLES = ["precision-alignment", "gradient-checkpointing", "cuda-graph"]
 
 # [characters that fit the longest line, start of the text] of every paragraph and list item with running text.
 LINES = """() => [...document.querySelectorAll(".md-content :is(p, li, dd, blockquote)")]
-  .filter(e => e.offsetParent && !e.closest("table, figure, .hf-prov, .md-typeset__table, .mermaid") && e.textContent.trim().length > 60)
+  .filter(e => e.offsetParent && !e.closest("table, figure, .hf-prov, .md-typeset__table") && e.textContent.trim().length > 60)
   .map(e => {
     const range = document.createRange(); range.selectNodeContents(e);
     const boxes = [...range.getClientRects()].filter(b => b.width);
