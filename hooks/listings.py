@@ -79,7 +79,7 @@ def _lines(path: str, section: str) -> Lines:
     if not section:
         return Lines(path, 1, len(lines))
     start, end = (
-        next(i for i, line in enumerate(lines, 1) if re.search(_MARKER.format(word, re.escape(section)), line))
+        next(i for i, line in enumerate(lines, 1) if "8<-" in line and re.search(_MARKER.format(word, re.escape(section)), line))
         for word in ("start", "end")
     )
     return Lines(path, start + 1, end - 1)

@@ -307,12 +307,15 @@ def output(lines: Iterable[Any]) -> str:
 
 
 def code(text: str, language: str = "python") -> str:
-    """Code to copy, as the pages' fences look."""
-    from pygments import highlight  # here: most builds need it for nothing else
-    from pygments.formatters import HtmlFormatter
-    from pygments.lexers import get_lexer_by_name
+    """Code to copy, in the box of the pages' fences; a command stays uncoloured, a build shows a hundred of them."""
+    if language == "bash":
+        html = escape(text)
+    else:
+        from pygments import highlight  # here: most builds need it for nothing else
+        from pygments.formatters import HtmlFormatter
+        from pygments.lexers import get_lexer_by_name
 
-    html = highlight(text, get_lexer_by_name(language), HtmlFormatter(nowrap=True)).rstrip("\n")
+        html = highlight(text, get_lexer_by_name(language), HtmlFormatter(nowrap=True)).rstrip("\n")
     return f'<div class="language-{escape(language)} highlight"><pre><code>{_keep_lines(html)}\n</code></pre></div>'
 
 

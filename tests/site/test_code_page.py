@@ -80,10 +80,11 @@ def test_a_click_reaches_the_clipboard(visit):
     it = visit()
     it.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     it.open("reproduce/")
-    block = it.page.locator(".language-bash").first
+    command = "python -m snippets.precision.sources --smoke"
+    block = it.page.locator(".language-bash", has_text=command).first
     block.hover()
     block.locator("button").first.click()
-    assert it.page.evaluate("navigator.clipboard.readText()") == "python -m snippets.precision.sources --smoke"
+    assert it.page.evaluate("navigator.clipboard.readText()") == command
 
 
 @pytest.mark.parametrize("width", ["desktop", "phone"])
