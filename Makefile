@@ -48,7 +48,7 @@ serve: $(call stamp,site) ## 本地预览（只装轻量包，不装 torch），
 site: $(call stamp,site) ## 用已有记录严格构建到 site/；失败时保留旧站点
 	@$(build)
 
-test: $(call stamp,test) chromium ## 安装测试所需并运行全部测试
+test: $(call stamp,test) chromium node_modules/.installed ## 安装测试所需并运行全部测试
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest $(PYTEST_ARGS)
 
 check: $(call stamp,site) ## 列出过期、缺失和冒烟的记录与没画的图，有则返回非零
@@ -80,8 +80,27 @@ chromium:
 	  exit 1
 	fi
 
-clean: ## 删除 site/、缓存与 .venv
-	@rm -rf site .site-new.* .cache .venv screenshots
+# The auditors of the built pages (axe, html-validate, vnu, Lighthouse); the site itself needs no Node.
+node_modules/.installed: package.json package-lock.json
+	@missing=
+	command -v npm >/dev/null || missing="nodejs npm"
+	command -v java >/dev/null || missing="$$missing default-jre-headless"
+	if [ -n "$$missing" ]; then
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+	    echo "安装 $$missing…"
+	    apt-get update -qq
+	    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing >/dev/null
+	  else
+	    echo "检查页面还需要 Node.js 18.19 以上（含 npm）和 Java 17 以上。请安装（Debian：sudo apt-get install $$missing）后重试。" >&2
+	    exit 1
+	  fi
+	fi
+	echo "安装页面检查工具（package.json）…"
+	npm ci --loglevel=error
+	touch $@
+
+clean: ## 删除 site/、缓存与安装的包
+	@rm -rf site .site-new.* .cache .venv node_modules screenshots
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "需要 Python 3.11 或更新；用 make PYTHON=python3.12 … 指定" >&2; exit 1; }

@@ -20,6 +20,7 @@ from mkdocs.utils import get_relative_url, write_file
 
 import hooks
 from hooks import cache
+from hooks.valid import valid
 
 FOLDER = "code"  # below the site
 LONG = 40  # lines; a listing with more shows its beginning only, until it is unfolded
@@ -151,5 +152,5 @@ def publish(env: Any, *, nav: Any, files: Any, config: Any) -> None:
             "shown_by": [files.get_file_from_path(src_uri).page for src_uri in pages],
         }
         out = Path(config.site_dir, place)
-        write_file(template.render(context).encode("utf-8"), str(out / "index.html"))
+        write_file(valid(template.render(context)).encode("utf-8"), str(out / "index.html"))
         write_file(data, str(out / name))

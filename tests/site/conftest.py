@@ -34,11 +34,22 @@ class Visit:
 
 
 @pytest.fixture(scope="session")
-def origin(tmp_path_factory):
+def published(tmp_path_factory):
+    """(folder, origin) of the built site."""
     directory = tmp_path_factory.mktemp("site")
     with tools.serving(directory) as origin:
         tools.build(directory, origin)
-        yield origin
+        yield directory, origin
+
+
+@pytest.fixture(scope="session")
+def site(published):
+    return published[0]
+
+
+@pytest.fixture(scope="session")
+def origin(published):
+    return published[1]
 
 
 @pytest.fixture(scope="session")
