@@ -37,7 +37,7 @@ mv "$$new/site" site
 echo "站点已生成：site/index.html"
 endef
 
-.PHONY: help serve site test check refresh diagrams screenshots chromium clean
+.PHONY: help serve site test check compare refresh diagrams screenshots chromium clean
 
 help: ## 列出全部命令
 	@grep -hE '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
@@ -53,6 +53,10 @@ test: $(call stamp,test) chromium node_modules/.installed ## 安装测试所需�
 
 check: $(call stamp,site) ## 列出过期、缺失和冒烟的记录与没画的图，有则返回非零
 	@$(PY) -m hooks.check
+
+compare: $(call stamp,site) ## 比较两组记录：A=提交、设备或 提交:设备，B 同（默认工作区）
+	@if [ -z "$(A)" ]; then echo "用法：make compare A=main [B=提交、设备或 提交:设备]" >&2; exit 2; fi
+	$(PY) -m hooks.compare "$(A)" $(if $(B),"$(B)")
 
 # REFRESH: a list of experiment ids or globs, "stale", or "all".
 refresh: export REFRESH := $(or $(ONLY),$(if $(STALE),stale,all))

@@ -163,19 +163,11 @@ def read(path: Path, experiment: experiments.Experiment) -> Record:
     try:
         if path.stat().st_size > _LARGEST:
             raise RecordError(f"{name}: larger than {_LARGEST >> 20} MiB; {rerun}")
-        text = path.read_bytes().decode("utf-8")
+        data = path.read_bytes()
     except OSError as error:
         raise RecordError(f"{name}: cannot be read ({error.strerror or error}); {rerun}") from error
-    except UnicodeDecodeError as error:
-        raise RecordError(f"{name}: not UTF-8; {rerun}") from error
-    if _CONFLICT.search(text):
-        raise RecordError(f"{name}: contains merge conflict marks; take one side whole (git checkout --ours/--theirs)")
+    value = parse(data, name, rerun)
     try:
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse)
-    except (ValueError, RecursionError, MemoryError) as error:
-        raise RecordError(f"{name}: not valid JSON ({error}); {rerun}") from error
-    try:
-        _validate(value)
         if value["experiment"] != experiment.id:
             raise RecordError(f"is a record of {value['experiment']!r}; foreign here: rename the file or delete it")
         if value["device"]["slug"] != path.parent.name:
@@ -187,8 +179,40 @@ def read(path: Path, experiment: experiments.Experiment) -> Record:
     except RecordError as error:
         text = str(error)
         raise RecordError(f"{name}: {text}" if ";" in text else f"{name}: {text}; {rerun}") from error
+    return record_of(value, name, stale)
+
+
+def parse(data: bytes, name: str, remedy: str) -> dict[str, Any]:
+    """The content of a record's file, validated as far as it speaks for itself.
+
+    Args:
+        name, remedy: for messages.
+
+    Raises:
+        RecordError: whatever is wrong with it.
+    """
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RecordError(f"{name}: not UTF-8; {remedy}") from error
+    if _CONFLICT.search(text):
+        raise RecordError(f"{name}: contains merge conflict marks; take one side whole (git checkout --ours/--theirs)")
+    try:
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse)
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise RecordError(f"{name}: not valid JSON ({error}); {remedy}") from error
+    try:
+        _validate(value)
+    except RecordError as error:
+        text = str(error)
+        raise RecordError(f"{name}: {text}" if ";" in text else f"{name}: {text}; {remedy}") from error
     except (RecursionError, MemoryError) as error:
-        raise RecordError(f"{name}: nested too deeply; {rerun}") from error
+        raise RecordError(f"{name}: nested too deeply; {remedy}") from error
+    return value
+
+
+def record_of(value: dict[str, Any], name: str, stale: bool) -> Record:
+    """The Record of a validated content."""
     fields = {k: v for k, v in value.items() if k not in ("schema", "checksum")}
     fields["started"] = datetime.fromisoformat(value["started"]).astimezone(UTC)
     return Record(**fields, path=name, stale=stale)
@@ -286,6 +310,7 @@ def _match(value: dict[str, Any], experiment: experiments.Experiment) -> None:
         if set(rows[0]) != set(declared[name]):
             raise RecordError(f"table {name!r} has columns {sorted(rows[0])}, declared are {sorted(declared[name])}")
         numbers = [column for column, unit in declared[name].items() if unit]
+        medians = [column for column in numbers if column.startswith("median_")]
         for i, row in enumerate(rows):
             for column in numbers:
                 if isinstance(row[column], (str, bool)):
@@ -293,6 +318,21 @@ def _match(value: dict[str, Any], experiment: experiments.Experiment) -> None:
                         f"table {name!r} row {i} column {column!r} is {row[column]!r:.40}, declared is a number"
                         f" ({declared[name][column]})"
                     )
+            for column in medians:
+                if fault := _impossible(row, column):
+                    raise RecordError(f"table {name!r} row {i} column {column!r}: {fault}")
+
+
+def _impossible(row: dict[str, Any], column: str) -> str:
+    """What no clock gives, in a measured time and its spread (``median_ms``, ``p20_ms``, ``p80_ms``); "" if nothing."""
+    median, low, high = row[column], *(row.get(column.replace("median", p, 1)) for p in ("p20", "p80"))
+    if median is None:
+        return ""
+    if median <= 0:
+        return f"{median} is no time that anything takes"
+    if low is not None and high is not None and not 0 < low <= median <= high:
+        return f"{median} lies outside its own spread of {low} to {high}"
+    return ""
 
 
 # ----------------------------------------------------------------------------------- writing

@@ -230,3 +230,14 @@ def test_digest_of_another_project_is_not_confused(root, tmp_path_factory):
     other = small_project.make(tmp_path_factory.mktemp("other"))
     (other / "snippets/demo/helper.py").write_text("def square(i): return 0\n")
     assert experiments.find("demo.squares").digest != first
+
+
+@pytest.mark.parametrize("times", [(-1.0, -2.0, 1.0), (0.0, 0.0, 0.0), (5.0, 1.0, 4.0), (5.0, 6.0, 7.0)])
+def test_times_that_no_clock_gives_are_not_stored(root, times):
+    source = (root / "snippets/demo/squares.py").read_text()
+    (root / "snippets/demo/squares.py").write_text(source.replace('"y": "1"}', '"median_us": "µs", "p20_us": "µs", "p80_us": "µs"}'))
+    row = dict(zip(("x", "median_us", "p20_us", "p80_us"), ("0", *times), strict=True))
+    with pytest.raises(records.RecordError, match=r"row 0 column 'median_us'.*nothing was stored"):
+        records.store(record(tables={"squares": [row]}))
+    assert not records.path_of("cpu", "demo.squares").exists()
+    records.store(record(tables={"squares": [row | {"median_us": 2.0, "p20_us": 1.5, "p80_us": 2.0}]}))
