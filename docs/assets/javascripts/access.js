@@ -13,7 +13,7 @@
     const label = document.querySelector(`label.md-header__button[for=${toggle}]`);
     const button = document.createElement("button");
     button.type = "button";
-    button.className = "hf-open";
+    button.className = "hf-press";
     button.setAttribute("aria-label", name);
     button.onclick = () => document.getElementById(toggle).click();
     label?.append(button);
