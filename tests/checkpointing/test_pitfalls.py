@@ -99,7 +99,8 @@ def test_the_fixed_gradients_are_those_without_checkpointing(lab):
         model, ids = lab.inputs()
         with p.quiet():
             step(model, ids)
-        assert p.differing(p.gradients(model), want) == 0, step.__name__
+        # Not bit for bit: what a CPU rounds in a bf16 product depends on its kind and on the strides of what was offloaded.
+        assert p.relative(p.gradients(model), want) < 4e-3, step.__name__
 
 
 def test_the_sum_of_two_losses_has_the_gradient_of_both(lab):

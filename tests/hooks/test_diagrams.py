@@ -1,6 +1,7 @@
 """hooks/diagrams.py and hooks/draw.py: which drawing a page gets, and what becomes of the others."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from html import escape
 
 import pytest
@@ -41,6 +42,12 @@ def root(tmp_path):
     yield tmp_path
     hooks.use_root(before)
     diagrams.reset()
+
+
+def apart(function, *arguments):
+    """Call in a thread of its own: in this one the browser tests may have their Playwright running, and it stands no second."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function, *arguments).result()
 
 
 def element(source):
@@ -103,7 +110,7 @@ def test_check_lists_what_is_not_drawn_and_what_no_page_shows(root, capsys):
     assert check.main(["--root", str(root)]) == 1
     said = capsys.readouterr().out
     assert "docs/index.md:13" in said and "not drawn" in said and "make diagrams" in said
-    assert draw.main() == 0
+    assert apart(draw.main) == 0
     assert check.main(["--root", str(root)]) == 0
     (root / "diagrams/old.svg").write_text("<svg/>")
     capsys.readouterr()
@@ -112,21 +119,21 @@ def test_check_lists_what_is_not_drawn_and_what_no_page_shows(root, capsys):
 
 def test_the_command_draws_deletes_and_leaves_alone(root, capsys):
     (root / "diagrams/index-000000000000.svg").write_text("<svg/>")
-    assert draw.main() == 0
+    assert apart(draw.main) == 0
     (file,) = (root / "diagrams").iterdir()
     assert file == Diagram("index.md", 0, SOURCE).path
     text = file.read_text(encoding="utf-8")
     for word in ("一张图", "从甲到乙", "甲 &amp; 一", "好", "乙", "two words?"):
         assert f">{word}</" in text, word
     file.write_text("<svg>kept</svg>")
-    assert draw.main() == 0 and file.read_text() == "<svg>kept</svg>"
+    assert apart(draw.main) == 0 and file.read_text() == "<svg>kept</svg>"
     capsys.readouterr()
 
 
 def test_a_faulty_diagram_is_named_and_nothing_is_deleted(root, capsys):
     (root / "docs/index.md").write_text("# Page\n\n```mermaid\nflowchart TD\n  accTitle: x\n  A --> --> B\n```\n")
     (root / "diagrams/old.svg").write_text("<svg/>")
-    assert draw.main() == 1
+    assert apart(draw.main) == 1
     said = capsys.readouterr().err
     assert "docs/index.md:5: Mermaid cannot draw this. Remedy: " in said and (root / "diagrams/old.svg").exists()
 
@@ -134,7 +141,7 @@ def test_a_faulty_diagram_is_named_and_nothing_is_deleted(root, capsys):
 def test_drawing_again_gives_the_same_bytes_and_ids_never_clash(root):
     # A stadium's outline is drawn with random numbers unless they are seeded.
     wanted = [Diagram("a.md", 0, SOURCE + "\n    B --> C([丙])"), Diagram("b.md", 0, SEQUENCE)]
-    first, second = ([svg for _, svg in draw.draw(order)] for order in (wanted, wanted[::-1]))
+    first, second = ([svg for _, svg in apart(lambda o: list(draw.draw(o)), order)] for order in (wanted, wanted[::-1]))
     assert first == second[::-1]
     for diagram, svg in zip(wanted, first, strict=True):
         ids = re.findall(r'\bid="([^"]+)"', svg)
@@ -147,4 +154,4 @@ def test_drawing_again_gives_the_same_bytes_and_ids_never_clash(root):
 def test_a_drawing_too_large_for_a_page_is_refused(root, monkeypatch):
     monkeypatch.setattr(draw, "_LARGEST", 2_000)
     with pytest.raises(diagrams.DiagramError, match=r"docs/a.md:3: the drawing has \d+ kB.*Remedy: "):
-        list(draw.draw([Diagram("a.md", 3, SOURCE)]))
+        apart(lambda: list(draw.draw([Diagram("a.md", 3, SOURCE)])))

@@ -111,4 +111,4 @@ def test_not_found_page_leads_on(visit):
     page.wait_for_url(f"{it.origin}/?q=*")
     results = page.locator(".md-search-result__item")
     results.first.wait_for(timeout=15_000)
-    assert "归约顺序" in "".join(results.all_inner_texts())
+    assert "归约顺序" in "".join(results.all_inner_texts()).replace("\u200b", "")
