@@ -51,7 +51,7 @@ site: $(call stamp,site) ## 用已有记录严格构建到 site/；失败时保�
 test: $(call stamp,test) chromium node_modules/.installed ## 安装测试所需并运行全部测试
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest $(PYTEST_ARGS)
 
-check: $(call stamp,site) ## 列出过期、缺失和冒烟的记录与没画的图，有则返回非零
+check: $(call stamp,site) ## 列出过期、缺失和冒烟的记录与没画的图；known.yml 没写理由的，返回非零
 	@$(PY) -m hooks.check
 
 compare: $(call stamp,site) ## 比较两组记录：A=提交、设备或 提交:设备，B 同（默认工作区）

@@ -1,9 +1,9 @@
 """`python -m hooks.check`: may this state of the records be published?
 
 Prints one line per experiment and device, then what stands in the way. Exit status 1 if any record
-is stale, smoke or unusable, if an experiment has a current full record on no device, if a
-file below records/ belongs to nothing, if a claim fails and claims.yml gives no reason, or if a
-diagram is not drawn. Differences between a record's versions and
+is stale or smoke, or an experiment has a current full record on no device, and known.yml gives no reason;
+if it gives one that is not needed; if a record is unusable or a file below records/ belongs to nothing;
+if a claim fails and claims.yml gives no reason, or if a diagram is not drawn. Differences between a record's versions and
 requirements.txt are information: numbers of another torch are still what they say they are.
 """
 
@@ -15,7 +15,7 @@ import sys
 import unicodedata
 
 import hooks
-from hooks import claims, diagrams, experiments, records
+from hooks import claims, diagrams, experiments, known, records
 
 _NOTED = ("torch", "triton", "transformers", "liger-kernel")
 
@@ -134,26 +134,36 @@ def main(arguments: list[str] | None = None) -> int:
         hooks.use_root(options.root)
     try:
         found, strays, notes = states(), records.strays(), version_notes()
-        known, unexplained = claim_notes()
+        reasons = known.load()
+        failing, unexplained = claim_notes()
         undrawn = diagram_notes()
-    except (experiments.ExperimentError, claims.ClaimError) as error:
+    except (experiments.ExperimentError, claims.ClaimError, known.KnownError) as error:
         print(f"check: {error}", file=sys.stderr)
         return 1
     if found:
         heads = ("experiment", "device", "state", "")
         print(_table([heads, *((*row[:3], row[3].partition(";")[0][:100]) for row in found)]))
-    bad = [row for row in found if row[2] not in ("ok", "-")]
-    if notes or known:
-        print("\nNote:\n" + "\n".join(f"  {note}" for note in notes + known))
-    if not bad and not strays and not unexplained and not undrawn:
-        print(f"\nAll {len({row[0] for row in found})} experiments have current full records, and all diagrams are drawn.")
+    excused, bad, unneeded = known.judge(found, reasons)
+    by_reason = {}
+    for state, id in excused:
+        by_reason.setdefault((state, reasons[state, id]), []).append(id)
+    notes += [f"{state}: {', '.join(ids)}; known: {reason}" for (state, reason), ids in by_reason.items()] + failing
+    if notes:
+        print("\nNote:\n" + "\n".join(f"  {note}" for note in notes))
+    complaints = [row[3] for row in found if row[2] == "unreadable"] + strays + unexplained + undrawn
+    if unneeded:
+        ids = ", ".join(f"{id} ({state})" for state, id in unneeded)
+        complaints.append(f"{known.FILE}: no longer so, and needs no reason: {ids}\n    python -m hooks.known takes them out")
+    if not bad and not complaints:
+        rest = f" but for the {len({id for _, id in excused})} in {known.FILE}" if excused else ""
+        print(f"\nAll {len({row[0] for row in found})} experiments have current full records{rest}, and all diagrams are drawn.")
         return 0
     print("\nIn the way of a release:")
-    for complaint in [row[3] for row in bad if row[2] == "unreadable"] + strays + unexplained + undrawn:
+    for complaint in complaints:
         print(f"  {complaint}")
-    for state in sorted({row[2] for row in bad} - {"unreadable"}):
-        ids = sorted({row[0] for row in bad if row[2] == state})
-        print(f"  {state}: {', '.join(ids)}\n    make refresh ONLY={','.join(ids)}")
+    for state in sorted({state for state, _ in bad} - {"unreadable"}):
+        ids = sorted(id for s, id in bad if s == state)
+        print(f"  {state}: {', '.join(ids)}\n    make refresh ONLY={','.join(ids)}\n    or give a reason in {known.FILE}")
     return 1
 
 

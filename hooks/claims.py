@@ -87,7 +87,7 @@ def load(path: Path | None = None) -> list[Claim]:
     if not path.exists():
         return []
     try:
-        items = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        items = yaml.load(path.read_text(encoding="utf-8"), Loader=Loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ClaimError(f"{path.name}: cannot be read: {error}") from error
     if not isinstance(items, list):
@@ -108,11 +108,11 @@ def load(path: Path | None = None) -> list[Claim]:
     return claims
 
 
-class _Loader(yaml.SafeLoader):
+class Loader(yaml.SafeLoader):
     """SafeLoader that refuses a key given twice, which YAML's own loader overwrites in silence."""
 
 
-def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+def _mapping(loader: Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     out: dict[Any, Any] = {}
     for key_node, value_node in node.value:
         key = loader.construct_object(key_node, deep=True)
@@ -122,7 +122,7 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     return out
 
 
-_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 
 
 def _faults(item: Any, root: Path) -> list[str]:
